@@ -1,0 +1,238 @@
+# Copyright 2026 The MiniMind-HF contributors. Licensed under the Apache License, Version 2.0.
+"""The configuration of a MiniMind model. This file travels with every checkpoint, beside modeling_minimind.py."""
+
+import math
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+# Every Auto class finds its model from a saved folder, whichever head was saved.
+AUTO_MAP = {
+    "AutoConfig": "configuration_minimind.MiniMindConfig",
+    "AutoModel": "modeling_minimind.MiniMindModel",
+    "AutoModelForCausalLM": "modeling_minimind.MiniMindForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_minimind.MiniMindForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_minimind.MiniMindForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_minimind.MiniMindForQuestionAnswering",
+}
+
+# What `inference_rope_scaling` stands for in the reference implementation: yarn from 2048 to 32768 positions.
+YARN_PARAMETERS = {
+    "rope_type": "yarn",
+    "factor": 16,
+    "original_max_position_embeddings": 2048,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "attention_factor": 1.0,
+}
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+# Keys of other decoder configs whose feature MiniMind does not have: only the value that switches it off is accepted.
+NEUTRAL_VALUES = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "pretraining_tp": 1,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+
+# Keys that only the configs of older generations hold.
+OLDER_GENERATIONS = {"n_routed_experts": "MiniMind2", "dim": "early MiniMind2 or MiniMind v1"}
+
+
+@strict
+class MiniMindConfig(PreTrainedConfig):
+    """Every size and switch of a MiniMind model.
+
+    The defaults are those of the published MiniMind-3 (64M parameters). Keys that are not listed here are kept and
+    written back by `save_pretrained`. The old spelling `rope_theta` + `rope_scaling` is understood as well.
+
+    Raises:
+        ValueError: a value is impossible, contradicts another one, or asks for a feature that MiniMind lacks.
+        StrictDataclassFieldValidationError: a value has the wrong type.
+
+    Example:
+
+    ```python
+    >>> from minimind_hf import MiniMindConfig
+    >>> MiniMindConfig(hidden_size=512).head_dim
+    64
+
+    ```
+    """
+
+    model_type = "minimind"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # the second is the name before transformers 5.24
+    default_theta = 1_000_000.0  # base of the rotary frequencies when the config names none
+
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+    base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 6400  # rows of the embedding table
+    hidden_size: int = 768  # width of the residual stream
+    intermediate_size: int | None = None  # width inside the feed-forward; default ceil(hidden_size * pi / 64) * 64
+    num_hidden_layers: int = 8  # number of blocks
+    num_attention_heads: int = 8  # query heads
+    num_key_value_heads: int | None = 4  # key/value heads, each shared by a group of query heads; None: one per query head
+    head_dim: int | None = None  # size of one head; default hidden_size // num_attention_heads
+    hidden_act: str = "silu"  # activation of the gated feed-forward
+    max_position_embeddings: int = 32768  # longest sequence, in tokens
+    initializer_range: float = 0.02  # standard deviation of fresh weights
+    rms_norm_eps: float = 1e-6  # added to the mean square inside every RMSNorm
+    use_cache: bool = True  # return keys and values, so that the next token needs no second pass over the prompt
+    tie_word_embeddings: bool = True  # lm_head shares the weight of embed_tokens
+    rope_parameters: dict[str, Any] | None = None  # rotary embedding: rope_type, rope_theta and what the type needs
+    inference_rope_scaling: bool | None = None  # MiniMind's yarn for long inputs; None: as rope_parameters say
+    dropout: float | int = 0.0  # probability, in training: embedding output, attention weights, attention output
+    attention_dropout: float | int | None = None  # probability for the attention weights alone; None: dropout
+    flash_attn: bool = True  # False: the plain eager attention, unless attn_implementation says otherwise
+    use_moe: bool = False  # a mixture of experts instead of one feed-forward per block
+    num_experts: int = 4  # experts per block
+    num_experts_per_tok: int = 1  # experts that each token is sent to (top-k)
+    moe_intermediate_size: int | None = None  # width inside one expert; default intermediate_size
+    norm_topk_prob: bool = True  # scale the weights of the chosen experts to sum to one
+    router_aux_loss_coef: float | int = 5e-4  # weight of the load-balancing loss; 0 switches it off
+    output_router_logits: bool = False  # return the router logits of every block
+    bos_token_id: int | None = 1  # <|im_start|>
+    eos_token_id: int | list[int] | None = 2  # <|im_end|>
+    pad_token_id: int | None = 0  # <|endoftext|>
+
+    def __post_init__(self, **kwargs):
+        refuse_older_generations(kwargs)
+        refuse_unsupported_features(kwargs)
+        self._refuse_bad_sizes()
+
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = math.ceil(self.hidden_size * math.pi / 64) * 64
+        if self.moe_intermediate_size is None:
+            self.moe_intermediate_size = self.intermediate_size
+        self._refuse_bad_combinations()
+
+        self._resolve_rope(kwargs)
+        if not self.flash_attn:
+            kwargs.setdefault("attn_implementation", "eager")
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        super().__post_init__(**kwargs)
+
+    def validate_minimind(self):
+        """Checked again by `save_pretrained`, since attributes may have changed after construction."""
+        self._refuse_bad_sizes()
+        self._refuse_bad_combinations()
+
+    def save_pretrained(self, save_directory, **kwargs):
+        """As in transformers. The code is saved beside the config, so its `auto_map` points at this folder."""
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, **kwargs)
+
+    def _refuse_bad_sizes(self):
+        positive = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        positive += ("num_experts", "num_experts_per_tok", "rms_norm_eps")
+        optional = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
+        for name in positive + tuple(name for name in optional if getattr(self, name) is not None):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value}: it must be positive and finite")
+        for name in ("initializer_range", "router_aux_loss_coef"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: it must be zero or positive, and finite")
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name}={value}: a probability of dropping must be at least 0 and below 1")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is unknown; transformers has {sorted(ACT2FN)}")
+
+    def _refuse_bad_combinations(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}, so that every key/value head serves as many query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} (by default hidden_size // num_attention_heads = {self.hidden_size} // "
+                f"{self.num_attention_heads}) must be even: rotary embeddings turn pairs of values"
+            )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} is above num_experts={self.num_experts}: "
+                "a token cannot be sent to more experts than there are"
+            )
+
+    def _resolve_rope(self, kwargs):
+        """Bring every spelling to `rope_parameters`; `inference_rope_scaling` says afterwards whether yarn is on."""
+        old_spelling = kwargs.pop("rope_scaling", None)
+        if old_spelling and self.rope_parameters and dict(old_spelling) != dict(self.rope_parameters):
+            raise ValueError(
+                f"rope_scaling={old_spelling} and rope_parameters={self.rope_parameters} differ: give one of them"
+            )
+        rope = dict(old_spelling or self.rope_parameters or {})
+        old_type = rope.pop("type", "default")
+        rope_type = rope.setdefault("rope_type", old_type)
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type={rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
+
+        theta = kwargs.pop("rope_theta", None)
+        theta = rope.get("rope_theta", self.default_theta) if theta is None else theta
+        if rope.setdefault("rope_theta", theta) != theta:
+            raise ValueError(f"rope_theta={theta} contradicts rope_theta={rope['rope_theta']} in rope_parameters")
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+            raise ValueError(f"rope_theta={theta!r}: it must be a positive, finite number")
+        if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor other than 1.0: MiniMind turns the whole head")
+
+        if self.inference_rope_scaling is None:
+            self.inference_rope_scaling = rope_type == "yarn"
+        elif self.inference_rope_scaling and rope_type == "default":
+            # The reference leaves the frequencies alone where no position lies beyond the original ones.
+            if self.max_position_embeddings > YARN_PARAMETERS["original_max_position_embeddings"]:
+                rope.update(YARN_PARAMETERS)
+        elif self.inference_rope_scaling != (rope_type == "yarn"):
+            raise ValueError(
+                f"inference_rope_scaling={self.inference_rope_scaling} contradicts rope_type={rope_type!r}: to switch "
+                "yarn off, pass rope_parameters={'rope_type': 'default'} too; to switch it on, pass no other rope type"
+            )
+        self.rope_parameters = rope
+
+
+def refuse_older_generations(keys):
+    """Raise for the keys of a generation whose weights this model would compute wrongly."""
+    for key, generation in OLDER_GENERATIONS.items():
+        if key in keys:
+            raise ValueError(f"{key!r} in the config: this is {generation}, and only MiniMind-3 is supported so far")
+
+
+def refuse_unsupported_features(keys):
+    """Raise where a key asks for something that MiniMind does not have, instead of ignoring it."""
+    for key, neutral in NEUTRAL_VALUES.items():
+        if keys.get(key, neutral) != neutral:
+            raise ValueError(f"{key}={keys[key]!r}: MiniMind supports only {key}={neutral!r}")
+    other_layers = sorted(set(keys.get("layer_types") or ()) - {"full_attention"})
+    if other_layers:
+        raise ValueError(f"layer_types holds {', '.join(other_layers)}: every MiniMind layer is full_attention")

@@ -1,0 +1,35 @@
+"""The repository root is the package `minimind_hf`; everything else about the build is in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "__init__.py").read_text(encoding="utf-8")).group(1)
+
+setup(
+    name="minimind-hf",
+    version=VERSION,
+    description="MiniMind checkpoints as first-class Hugging Face models",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    package_dir={"minimind_hf": "."},
+    packages=["minimind_hf", "minimind_hf.convert"],
+    package_data={"minimind_hf": ["assets/minimind-tiny/*"]},
+    install_requires=[
+        "transformers>=5.16.1,<6",
+        "torch>=2.9",
+        "safetensors",
+        "typer",
+    ],
+    extras_require={
+        "accelerate": ["accelerate"],
+        "train": ["accelerate", "datasets"],
+        "test": ["accelerate", "datasets", "pytest"],
+        "dev": ["accelerate", "datasets", "pytest", "pre-commit", "ruff", "codespell"],
+    },
+    entry_points={"console_scripts": ["minimind = minimind_hf.cli:main"]},
+)
