@@ -1,0 +1,3 @@
+from minimind_hf.cli import main
+
+main()

@@ -1,0 +1,137 @@
+"""The `minimind` command: convert, inspect, verify, generate."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from huggingface_hub.errors import StrictDataclassError
+from transformers.utils import logging
+
+TINY_MODEL = Path(__file__).parent / "assets" / "minimind-tiny"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+convert_app = typer.Typer(no_args_is_help=True, help="Convert a checkpoint; every result is verified.")
+app.add_typer(convert_app, name="convert")
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier conversion wrote there.")]
+
+
+@convert_app.command("to-hf")
+def convert_to_hf(
+    source: Annotated[Path, typer.Argument(metavar="SRC.pth", help="A checkpoint of MiniMind's own training.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="A folder whose tokenizer is copied along.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.json, for what the tensors cannot tell.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: as in the file.")] = None,
+    num_attention_heads: Annotated[int | None, typer.Option(help="Must agree with the tensors.")] = None,
+    overwrite: Overwrite = False,
+):
+    """Convert a .pth file to a Hugging Face folder."""
+    from minimind_hf.convert import to_hf
+
+    verified = to_hf(
+        source, destination, tokenizer, config, dtype, overwrite, num_attention_heads=num_attention_heads
+    )
+    typer.echo(f"{destination}: {verified}")
+    if tokenizer is None:
+        typer.echo("no tokenizer was added: --tokenizer DIR copies one, for generate and pipeline", err=True)
+
+
+@convert_app.command("to-torch")
+def convert_to_torch(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST.pth", help="The file to write.")],
+    overwrite: Overwrite = False,
+):
+    """Convert a Hugging Face folder to the .pth file that MiniMind's own scripts load."""
+    from minimind_hf.convert import to_torch
+
+    typer.echo(f"{destination}: {to_torch(source, destination, overwrite)}")
+
+
+@app.command("inspect")
+def inspect_checkpoint(path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER")]):
+    """Say what a checkpoint is: generation, sizes, parameters, dtype."""
+    from minimind_hf.convert.inspection import describe
+
+    for name, value in describe(path).items():
+        typer.echo(f"{name:<24} {value}")
+
+
+@app.command("verify")
+def verify_models(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A model folder or a .pth file.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of two logits that passes.")] = 1e-4,
+    seed: Annotated[int, typer.Option(help="Of the random token ids.")] = 0,
+):
+    """Compare the logits of two models on random tokens, in float32; exit with 1 where they differ."""
+    from minimind_hf.convert.compare import compare_logits, load_for_comparison
+
+    result = compare_logits(load_for_comparison(first), load_for_comparison(second), seed=seed)
+    typer.echo(f"max difference    {result.max_difference:.3g}")
+    typer.echo(f"greedy agreement  {result.greedy_agreement:.2%} of {result.positions} positions")
+    typer.echo(f"KL divergence     {result.kl_divergence:.3g} nats")
+    if result.max_difference > tolerance:
+        typer.echo(f"the logits differ by more than {tolerance:g}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command("generate")
+def generate_text(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
+    model: Annotated[Path, typer.Option(help="A model folder; default: the tiny model of the package.")] = TINY_MODEL,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens at the latest.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the random choices, where the temperature is above 0.")] = 0,
+):
+    """Answer a prompt, token by token. Where the tokenizer has a chat template, the prompt is a user's message."""
+    stream_answer(model, prompt, max_new_tokens, temperature, seed)
+
+
+def stream_answer(folder: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int):
+    """Print the answer of a model folder while it is generated.
+
+    Raises:
+        ValueError: the folder holds no model or no tokenizer, or the prompt leaves no room for an answer.
+    """
+    from transformers import AutoModelForCausalLM, TextStreamer, set_seed
+
+    from minimind_hf.convert.conversions import load_tokenizer
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a model folder: `minimind convert to-hf` makes one of a .pth file")
+    tokenizer = load_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    length, room = inputs["input_ids"].shape[1], model.config.max_position_embeddings
+    if not 0 < length < room:
+        raise ValueError(f"the prompt has {length} tokens: expected at least 1, and fewer than the model's {room}")
+
+    set_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(**inputs, **sampling, streamer=streamer, max_new_tokens=min(max_new_tokens, room - length))
+
+
+def main():
+    """Run the command; whatever is wrong with the input becomes one line and exit status 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an interrupted conversion cleans up
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        app()
+    except (ValueError, OSError, StrictDataclassError) as error:
+        typer.echo(f"minimind: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Compare two models by the logits they give for the same random tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from minimind_hf.convert.conversions import build_config, build_model, refuse_incomplete
+from minimind_hf.convert.files import read_tensors
+from minimind_hf.convert.layout import ConversionError
+
+
+@dataclass
+class Comparison:
+    """How far the logits of two models are apart, over `positions` positions of random text."""
+
+    max_difference: float  # largest absolute difference of two logits
+    greedy_agreement: float  # share of the positions where both models would pick the same token
+    kl_divergence: float  # mean over the positions, in nats, of KL(first || second)
+    positions: int
+
+
+def load_for_comparison(path: Path, dtype: torch.dtype = torch.float32):
+    """Load a causal language model from a model folder or a .pth file, for evaluation on the CPU."""
+    path = Path(path)
+    if not path.is_dir():
+        tensors = read_tensors(path)
+        return build_model(tensors, build_config(tensors, path)).to(dtype)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConversionError(f"{path} does not load as a causal language model: {error}") from error
+    refuse_incomplete(report)
+    return model.eval()
+
+
+@torch.no_grad()
+def compare_logits(first, second, batch_size: int = 4, length: int = 64, seed: int = 0) -> Comparison:
+    """Compare the logits of two causal language models on random token ids [batch_size, length].
+
+    Raises:
+        ConversionError: the vocabularies differ in size, or the logits are not finite.
+    """
+    vocabularies = first.config.vocab_size, second.config.vocab_size
+    if vocabularies[0] != vocabularies[1]:
+        raise ConversionError(f"the vocabularies differ: {vocabularies[0]} and {vocabularies[1]} tokens")
+    length = min(length, first.config.max_position_embeddings, second.config.max_position_embeddings)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabularies[0], (batch_size, length), generator=generator)
+    logits = [model(ids).logits.float() for model in (first, second)]  # [B, S, V] each
+    if not all(torch.isfinite(values).all() for values in logits):
+        raise ConversionError("the logits hold NaN or infinity: one of the models is broken")
+    log_probabilities = [F.log_softmax(values, dim=-1) for values in logits]
+    return Comparison(
+        max_difference=(logits[0] - logits[1]).abs().max().item(),
+        greedy_agreement=(logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean().item(),
+        kl_divergence=F.kl_div(*reversed(log_probabilities), log_target=True, reduction="sum").item() / ids.numel(),
+        positions=ids.numel(),
+    )
