@@ -1,0 +1,374 @@
+"""Conversion: what must come out, and what must be refused with nothing written."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from conftest import FIXTURES, tiny_config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from minimind_hf.convert import ConversionError, to_hf, to_torch
+from minimind_hf.convert.compare import compare_logits, load_for_comparison
+from minimind_hf.convert.files import written_whole
+from minimind_hf.convert.inspection import describe
+from minimind_hf.convert.layout import clean_names, expected_shapes, fuse_experts
+
+DENSE = FIXTURES / "minimind3" / "dense"
+WEIGHTS = DENSE / "weights.pth"
+TOKENIZER = FIXTURES / "tokenizer"
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def save(tensors, path):
+    torch.save(tensors, path)
+    return path
+
+
+@pytest.fixture
+def tensors():
+    return load(WEIGHTS)
+
+
+def test_expected_shapes_are_those_of_the_model():
+    for sizes in ({}, {"use_moe": True, "num_experts": 3, "moe_intermediate_size": 32}):
+        config = tiny_config(tie_word_embeddings=False, head_dim=8, **sizes)
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(config).state_dict()
+        fused = fuse_experts({name: torch.empty(shape) for name, shape in expected_shapes(config).items()})
+        assert {name: tensor.shape for name, tensor in fused.items()} == {k: v.shape for k, v in parameters.items()}
+
+
+def test_fuse_experts_on_small_numbers():
+    numbers = {"gate": [[[1.0]], [[2.0]]], "up": [[[3.0]], [[4.0]]], "down": [[[5.0]], [[6.0]]]}
+    tensors = {
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight": torch.tensor(values[expert])
+        for part, values in numbers.items()
+        for expert in (1, 0)
+    }
+    fused = fuse_experts(tensors)
+    assert fused["model.layers.0.mlp.experts.gate_up_proj"].tolist() == [[[1.0], [3.0]], [[2.0], [4.0]]]
+    assert fused["model.layers.0.mlp.experts.down_proj"].tolist() == [[[5.0]], [[6.0]]]
+
+
+def test_wrapper_prefixes_are_stripped_in_either_order_and_buffers_dropped():
+    one = torch.ones(1)
+    names = ["module._orig_mod.a", "_orig_mod.module.b", "_orig_mod.c", "d", "model.freqs_cos", "pos_cis"]
+    assert list(clean_names(dict.fromkeys(names, one))) == ["a", "b", "c", "d"]
+    with pytest.raises(ConversionError, match="module.a"):
+        clean_names({"a": one, "module.a": one})
+
+
+@pytest.mark.parametrize("variant", ["dense_compiled", "dense_ddp", "dense_resume"])
+def test_training_variants_give_the_same_model(variant, tmp_path, tensors):
+    to_hf(FIXTURES / "variants" / f"{variant}.pth", tmp_path / "model")
+    to_torch(tmp_path / "model", tmp_path / "back.pth")
+    back = load(tmp_path / "back.pth")
+    assert list(back) == list(tensors)
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_file_of_an_old_torch_is_read(tmp_path, tensors):
+    torch.save(tensors, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    to_hf(tmp_path / "old.pth", tmp_path / "model")
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(written[name], tensors[name]) for name in written)
+
+
+def test_every_case_comes_back_bit_for_bit(tmp_path):
+    for case in sorted((FIXTURES / "minimind3").iterdir()):
+        folder, back = tmp_path / case.name, tmp_path / f"{case.name}.pth"
+        to_hf(case / "weights.pth", folder, config=case / "hf_config.json")
+        to_torch(folder, back)
+        original, returned = load(case / "weights.pth"), load(back)
+        assert list(returned) == list(original)
+        assert all(torch.equal(returned[k], original[k]) and returned[k].dtype == original[k].dtype for k in original)
+
+
+def test_sharded_folder_to_torch(tmp_path, tensors):
+    to_hf(WEIGHTS, tmp_path / "whole")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
+    to_torch(tmp_path / "sharded", tmp_path / "back.pth")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load(tmp_path / "back.pth").items())
+
+
+def test_dtype_is_kept_or_chosen(tmp_path, tensors):
+    to_hf(WEIGHTS, tmp_path / "kept")
+    to_hf(WEIGHTS, tmp_path / "chosen", dtype="bfloat16")
+    assert {t.dtype for t in load_file(tmp_path / "kept" / "model.safetensors").values()} == {torch.float16}
+    chosen = load_file(tmp_path / "chosen" / "model.safetensors")
+    assert all(torch.equal(tensor, tensors[name].bfloat16()) for name, tensor in chosen.items())
+
+
+def test_mixed_dtypes_become_one_that_holds_both(tmp_path, tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    to_hf(save(tensors, tmp_path / "mixed.pth"), tmp_path / "model")
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in written.items())
+
+
+def test_folder_holds_what_a_hub_repository_needs(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "model")
+    assert sorted(os.listdir(tmp_path / "model")) == [
+        "README.md",
+        "config.json",
+        "configuration_minimind.py",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_minimind.py",
+    ]
+
+
+def test_tokenizer_comes_along_with_its_special_tokens(tmp_path, facts_sized_checkpoint):
+    to_hf(facts_sized_checkpoint, tmp_path / "model", tokenizer=TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for example in json.loads((TOKENIZER / "golden.json").read_text(encoding="utf-8"))["encodings"]:
+        assert tokenizer(example["text"])["input_ids"] == example["ids"]
+    generation = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, 2, 0)
+
+
+@pytest.fixture
+def facts_sized_checkpoint(tmp_path):
+    """A random checkpoint with the 6400 tokens of MiniMind's tokenizer."""
+    config = tiny_config(vocab_size=6400, hidden_size=16)
+    tensors = {name: torch.randn(shape) for name, shape in expected_shapes(config, with_head=False).items()}
+    return save(tensors, tmp_path / "wide.pth")
+
+
+def test_config_tells_what_the_tensors_cannot(tmp_path):
+    case = FIXTURES / "minimind3" / "moe-unnormalized"
+    to_hf(case / "weights.pth", tmp_path / "model", config=case / "hf_config.json")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["norm_topk_prob"] is False
+    assert config["max_position_embeddings"] == 256
+
+
+def test_unknown_config_keys_come_along(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "minimind", "trained_on": "poems"}')
+    to_hf(WEIGHTS, tmp_path / "model", config=tmp_path / "config.json")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["trained_on"] == "poems"
+
+
+def test_untied_weights_that_happen_to_be_equal_stay_untied_if_the_config_says_so(tmp_path):
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    to_hf(WEIGHTS, tmp_path / "model", config=tmp_path / "config.json")
+    assert "lm_head.weight" in load_file(tmp_path / "model" / "model.safetensors")
+
+
+# What must be refused. Each case makes a checkpoint and flags; the message must name the culprit.
+
+
+def without(name):
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+def changed(**changes):
+    return lambda tensors: {**tensors, **{name.replace("__", "."): value for name, value in changes.items()}}
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+BROKEN = {
+    "missing tensor": (without(NORM), NORM),
+    "missing layer": (
+        lambda tensors: {k.replace("layers.1.", "layers.7."): v for k, v in tensors.items()},
+        r"missing: model\.layers\.1\.",
+    ),
+    "unexpected tensor": (changed(surprise=torch.ones(2)), "unexpected: surprise"),
+    "wrong shape": (changed(model__norm__weight=torch.ones(63)), r"model\.norm\.weight is \[63\] instead of \[64\]"),
+    "NaN": (changed(model__norm__weight=torch.full((64,), float("nan"))), r"model\.norm\.weight.*NaN"),
+    "integers": (changed(model__norm__weight=torch.ones(64, dtype=torch.int8)), r"model\.norm\.weight.*int8"),
+    "not a tensor": (changed(epoch=3), "'epoch' is a int"),
+    "empty": (lambda tensors: {}, "no tensor at all"),
+    "another model": (lambda tensors: {"transformer.wte.weight": torch.ones(2, 2)}, "transformer.wte.weight"),
+    "empty embedding": (changed(model__embed_tokens__weight=torch.ones(192, 0)), "embed_tokens"),
+    "MiniMind2": (lambda tensors: {k: v for k, v in tensors.items() if "_norm." not in k}, "MiniMind2"),
+    "a list": (lambda tensors: list(tensors.values()), "holds a list"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_checkpoint_is_refused_by_name(case, tensors, tmp_path):
+    break_it, message = BROKEN[case]
+    checkpoint = save(break_it(tensors), tmp_path / "broken.pth")
+    with pytest.raises(ConversionError, match=message):
+        to_hf(checkpoint, tmp_path / "model")
+    assert os.listdir(tmp_path) == ["broken.pth"]
+
+
+CONTRADICTIONS = {
+    "flag against tensors": ({"num_attention_heads": 8}, {}, "--num-attention-heads is 8 .* say 4"),
+    "config against tensors": ({}, {"hidden_size": 128}, "hidden_size is 128 .* say 64"),
+    "tied against tensors": ({}, {"tie_word_embeddings": True}, "tie_word_embeddings is True .* say False"),
+    "other architecture": ({}, {"model_type": "llama"}, "llama"),
+    "impossible config": ({}, {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    "older generation": ({}, {"n_routed_experts": 4}, "n_routed_experts"),
+    "unknown dtype": ({"dtype": "int3"}, {}, "int3"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradiction_is_refused(case, tmp_path):
+    flags, config, message = CONTRADICTIONS[case]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = FIXTURES / "minimind3" / ("untied" if "tied" in case else "dense") / "weights.pth"
+    with pytest.raises(ConversionError, match=message):
+        to_hf(source, tmp_path / "model", config=tmp_path / "config.json", **flags)
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_value_beyond_float16_is_refused(tmp_path, tensors):
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    tensors["model.norm.weight"][3] = 1e6
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight holds 1e\+06, beyond the 65504"):
+        to_hf(save(tensors, tmp_path / "large.pth"), tmp_path / "model", dtype="float16")
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch EXECUTED",)
+
+
+def test_hostile_pickle_is_refused_and_not_run(tmp_path, tensors, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({**tensors, "x": Hostile()}, "zip.pth")
+    (tmp_path / "bare.pth").write_bytes(pickle.dumps(Hostile()))
+    for name in ("zip.pth", "bare.pth"):
+        with pytest.raises(ConversionError, match="Nothing in it was executed"):
+            to_hf(tmp_path / name, tmp_path / "model")
+    assert sorted(os.listdir(tmp_path)) == ["bare.pth", "zip.pth"]
+
+
+def test_half_downloaded_files_are_refused(tmp_path):
+    whole = WEIGHTS.read_bytes()
+    (tmp_path / "half.pth").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pth").write_bytes(b"")
+    (tmp_path / "pointer.pth").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    for name, message in [("half", "truncated"), ("empty", "truncated"), ("pointer", "git lfs pull"), ("no", "exist")]:
+        with pytest.raises(ConversionError, match=message):
+            to_hf(tmp_path / f"{name}.pth", tmp_path / "model")
+
+
+def test_broken_folders_are_refused(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "good")
+    good = (tmp_path / "good" / "model.safetensors").read_bytes()
+    breakages = {
+        "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+        "half a file": lambda folder: (folder / "model.safetensors").write_bytes(good[: len(good) // 2]),
+        "no config": lambda folder: (folder / "config.json").unlink(),
+        "bad config": lambda folder: (folder / "config.json").write_text("{"),
+        "list config": lambda folder: (folder / "config.json").write_text("[]"),
+        "escaping index": lambda folder: (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"model.norm.weight": "../good/model.safetensors"}}'
+        ),
+    }
+    for name, break_it in breakages.items():
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+        break_it(tmp_path / name)
+        with pytest.raises(ConversionError):
+            to_torch(tmp_path / name, tmp_path / "back.pth")
+        assert not (tmp_path / "back.pth").exists()
+
+
+def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
+    with pytest.raises(ConversionError, match="6400 tokens, but the model only 192"):
+        to_hf(WEIGHTS, tmp_path / "model", tokenizer=TOKENIZER)
+
+
+def test_tokenizer_that_contradicts_the_config_is_refused(tmp_path, facts_sized_checkpoint):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    with pytest.raises(ConversionError, match="eos_token_id is 7"):
+        to_hf(facts_sized_checkpoint, tmp_path / "m", tokenizer=TOKENIZER, config=tmp_path / "config.json")
+
+
+# Outputs appear whole, or not at all.
+
+
+def test_existing_results_are_replaced_only_on_request(tmp_path):
+    folder, file = tmp_path / "model", tmp_path / "back.pth"
+    to_hf(WEIGHTS, folder)
+    to_torch(folder, file)
+    before = file.stat().st_mtime_ns, (folder / "config.json").stat().st_mtime_ns
+    with pytest.raises(ConversionError, match="--overwrite"):
+        to_hf(WEIGHTS, folder, dtype="float32")
+    with pytest.raises(ConversionError, match="--overwrite"):
+        to_torch(folder, file)
+    assert before == (file.stat().st_mtime_ns, (folder / "config.json").stat().st_mtime_ns)
+    to_hf(WEIGHTS, folder, dtype="float32", overwrite=True)
+    to_torch(folder, file, overwrite=True)
+    assert {tensor.dtype for tensor in load(file).values()} == {torch.float32}
+
+
+def test_overwrite_never_loses_files_of_the_user(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "model")
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    with pytest.raises(ConversionError, match=r"notes\.txt"):
+        to_hf(WEIGHTS, tmp_path / "model", overwrite=True)
+    assert (tmp_path / "model" / "notes.txt").read_text() == "mine"
+
+
+def test_failure_leaves_the_existing_folder_and_no_draft(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("old")
+    with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "model", True, is_folder=True) as draft:
+        (draft / "config.json").write_text("new")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["model"]
+    assert (tmp_path / "model" / "config.json").read_text() == "old"
+
+
+def test_destination_of_the_wrong_kind_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConversionError, match="is a file"):
+        to_hf(WEIGHTS, tmp_path / "file", overwrite=True)
+    to_hf(WEIGHTS, tmp_path / "model")
+    with pytest.raises(ConversionError, match="is a folder"):
+        to_torch(tmp_path / "model", tmp_path / "folder", overwrite=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# Inspect and verify.
+
+
+def test_describe_counts_tied_parameters_once(tensors):
+    facts = describe(WEIGHTS)
+    expected = sum(tensor.numel() for name, tensor in tensors.items() if name != "lm_head.weight")
+    assert facts["parameters"] == f"{expected:,}"
+    assert (facts["generation"], facts["dtype"], facts["embeddings"]) == ("MiniMind-3", "float16", "tied")
+    untied = describe(FIXTURES / "minimind3" / "untied" / "weights.pth")
+    assert (untied["parameters"], untied["embeddings"]) == (f"{expected + tensors['lm_head.weight'].numel():,}", "not tied")
+
+
+def test_compare_logits_of_equal_and_of_different_models():
+    first, second = load_for_comparison(WEIGHTS), load_for_comparison(WEIGHTS)
+    same = compare_logits(first, second)
+    assert (same.max_difference, same.greedy_agreement, same.kl_divergence) == (0, 1, 0)
+    with torch.no_grad():
+        second.model.embed_tokens.weight[:96] *= -1
+    other = compare_logits(first, second)
+    assert other.max_difference > 0.1 and other.greedy_agreement < 1 and other.kl_divergence > 0
+
+
+def test_kl_divergence_against_arithmetic():
+    class Fixed(torch.nn.Module):
+        """Gives the same logits at every position."""
+
+        def __init__(self, probabilities):
+            super().__init__()
+            self.config = tiny_config(vocab_size=2)
+            self.logits = torch.tensor(probabilities).log()
+
+        def forward(self, ids):
+            return type("Output", (), {"logits": self.logits.expand(*ids.shape, 2)})
+
+    result = compare_logits(Fixed([0.5, 0.5]), Fixed([0.25, 0.75]))
+    # KL = 0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75) = 0.5 ln(4 / 3)
+    assert result.kl_divergence == pytest.approx(0.14384103622589042, abs=1e-6)
