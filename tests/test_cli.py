@@ -1,0 +1,106 @@
+"""The `minimind` command, run as a user runs it: what it prints, and how it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import FIXTURES
+from transformers.utils import logging
+
+from minimind_hf.cli import main
+
+WEIGHTS = FIXTURES / "minimind3" / "dense" / "weights.pth"
+
+
+@pytest.fixture
+def minimind(tmp_path, monkeypatch, capsys):
+    """Run the command inside this process, in tmp_path."""
+    verbosity = logging.get_verbosity()
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["minimind", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        output, errors = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, end.value.code, output, errors)
+
+    yield run
+    logging.set_verbosity(verbosity)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_convert_inspect_verify_and_back(minimind, tmp_path):
+    convert = minimind("convert", "to-hf", WEIGHTS, "model")
+    assert convert.returncode == 0, convert.stderr
+    assert "verified: the folder loads, 24 tensors with 135,552 values bit for bit equal" in convert.stdout
+    assert "--tokenizer" in convert.stderr
+
+    inspect = minimind("inspect", "model")
+    facts = dict(line.split(maxsplit=1) for line in inspect.stdout.splitlines())
+    assert facts["generation"] == "MiniMind-3"
+    assert facts["parameters"] == "135,552"
+    assert facts["head_dim"] == "16"
+
+    verify = minimind("verify", "model", WEIGHTS)
+    assert verify.returncode == 0, verify.stderr
+    assert "greedy agreement  100.00% of 256 positions" in verify.stdout
+
+    back = minimind("convert", "to-torch", "model", "back.pth")
+    assert back.returncode == 0, back.stderr
+    assert (tmp_path / "back.pth").exists()
+
+
+def test_verify_exits_with_1_where_models_differ(minimind):
+    other = FIXTURES / "minimind3" / "untied" / "weights.pth"
+    verify = minimind("verify", WEIGHTS, other)
+    assert verify.returncode == 1
+    assert "differ by more than" in verify.stderr
+
+
+BAD_INPUT = {
+    "missing file": (["convert", "to-hf", "no.pth", "model"], "no.pth"),
+    "not a checkpoint": (["convert", "to-hf", __file__, "model"], "test_cli.py"),
+    "contradicting flag": (
+        ["convert", "to-hf", WEIGHTS, "model", "--num-attention-heads", "8"],
+        "--num-attention-heads is 8 in the command line, but the tensors",
+    ),
+    "missing config": (["convert", "to-hf", WEIGHTS, "model", "--config", "no.json"], "no.json"),
+    "missing tokenizer": (["convert", "to-hf", WEIGHTS, "model", "--tokenizer", "nowhere"], "nowhere"),
+    "missing folder": (["convert", "to-torch", "nowhere", "back.pth"], "nowhere"),
+    "nothing to inspect": (["inspect", "nowhere"], "nowhere"),
+    "nothing to verify": (["verify", WEIGHTS, "nowhere"], "nowhere"),
+    "nothing to generate with": (["generate", "--model", "nowhere", "hello"], "nowhere"),
+    "unknown command": (["frobnicate"], "frobnicate"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_without_a_traceback(case, minimind, tmp_path):
+    arguments, culprit = BAD_INPUT[case]
+    result = minimind(*arguments)
+    assert result.returncode != 0
+    assert culprit in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_terminated_conversion_leaves_nothing(tmp_path):
+    program = (
+        "import os, signal, minimind_hf.cli, minimind_hf.convert.conversions as conversions\n"
+        "def wait(*_, **__): print('writing', flush=True); signal.pause()\n"
+        "conversions.verify_folder = wait\n"
+        f"import sys; sys.argv = ['minimind', 'convert', 'to-hf', {str(WEIGHTS)!r}, 'model']\n"
+        "minimind_hf.cli.main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "writing\n"
+    assert os.listdir(tmp_path) != []
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    time.sleep(0.1)
+    assert os.listdir(tmp_path) == []
