@@ -31,9 +31,7 @@ def convert_to_hf(
     """Convert a .pth file to a Hugging Face folder."""
     from minimind_hf.convert import to_hf
 
-    verified = to_hf(
-        source, destination, tokenizer, config, dtype, overwrite, num_attention_heads=num_attention_heads
-    )
+    verified = to_hf(source, destination, tokenizer, config, dtype, overwrite, num_attention_heads=num_attention_heads)
     typer.echo(f"{destination}: {verified}")
     if tokenizer is None:
         typer.echo("no tokenizer was added: --tokenizer DIR copies one, for generate and pipeline", err=True)

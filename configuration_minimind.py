@@ -94,7 +94,9 @@ class MiniMindConfig(PreTrainedConfig):
     intermediate_size: int | None = None  # width inside the feed-forward; default ceil(hidden_size * pi / 64) * 64
     num_hidden_layers: int = 8  # number of blocks
     num_attention_heads: int = 8  # query heads
-    num_key_value_heads: int | None = 4  # key/value heads, each shared by a group of query heads; None: one per query head
+    num_key_value_heads: int | None = (
+        4  # key/value heads, each shared by a group of query heads; None: one per query head
+    )
     head_dim: int | None = None  # size of one head; default hidden_size // num_attention_heads
     hidden_act: str = "silu"  # activation of the gated feed-forward
     max_position_embeddings: int = 32768  # longest sequence, in tokens
@@ -172,7 +174,7 @@ class MiniMindConfig(PreTrainedConfig):
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}, so that every key/value head serves as many query heads"
+                f"num_key_value_heads={self.num_key_value_heads}: every key/value head serves as many query heads"
             )
         if self.head_dim % 2:
             raise ValueError(

@@ -308,7 +308,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
             card.write_text(self._model_card(), encoding="utf-8")
 
     def _upload_modified_files(self, working_dir, *args, **kwargs):
-        """Every push ends here. transformers has just written a placeholder, unless the repository has its own card."""
+        """Every push ends here; where the repository has no card, transformers has just written a placeholder."""
         card = Path(working_dir) / "README.md"
         if card.exists() and "automatically generated" in card.read_text(encoding="utf-8"):
             card.write_text(self._model_card(), encoding="utf-8")

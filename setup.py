@@ -22,14 +22,14 @@ setup(
     install_requires=[
         "transformers>=5.16.1,<6",
         "torch>=2.9",
+        "accelerate",
         "safetensors",
+        "tqdm",
         "typer",
     ],
     extras_require={
-        "accelerate": ["accelerate"],
-        "train": ["accelerate", "datasets"],
-        "test": ["accelerate", "datasets", "pytest"],
-        "dev": ["accelerate", "datasets", "pytest", "pre-commit", "ruff", "codespell"],
+        "train": ["datasets"],
+        "dev": ["datasets", "pytest", "pre-commit", "ruff", "codespell"],
     },
     entry_points={"console_scripts": ["minimind = minimind_hf.cli:main"]},
 )

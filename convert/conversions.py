@@ -8,7 +8,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer
 
 from minimind_hf.configuration_minimind import MiniMindConfig
-from minimind_hf.convert.files import TOKENIZER_FILES, check_destination, progress, read_json, read_tensors, written_whole
+from minimind_hf.convert.files import (
+    TOKENIZER_FILES,
+    check_destination,
+    progress,
+    read_json,
+    read_tensors,
+    written_whole,
+)
 from minimind_hf.convert.layout import (
     ConversionError,
     check_tensors,
@@ -113,7 +120,9 @@ def build_config(tensors, source, config_path=None, flags=None) -> MiniMindConfi
                 flag = f"--{name.replace('_', '-')}" if values is flags else name
                 raise ConversionError(f"{flag} is {values[name]} in {origin}, but the tensors of {source} say {value}")
     try:
-        config = MiniMindConfig(**{**known, **{key: value for key, value in given.items() if value is not None}, **flags})
+        config = MiniMindConfig(
+            **{**known, **{key: value for key, value in given.items() if value is not None}, **flags}
+        )
     except (ValueError, StrictDataclassError) as error:
         raise ConversionError(f"{config_path or source}: {error}") from error
     check_tensors(tensors, config)

@@ -24,7 +24,9 @@ def describe(path: Path) -> dict[str, object]:
     head = tensors["lm_head.weight"].numel() if tied and "lm_head.weight" in tensors else 0
     config = build_config(tensors, path, path / "config.json" if path.is_dir() else None)
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size".split()
-    names += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"] if config.use_moe else ["intermediate_size"]
+    names += (
+        ["num_experts", "num_experts_per_tok", "moe_intermediate_size"] if config.use_moe else ["intermediate_size"]
+    )
     names += ["max_position_embeddings", "rope_parameters", "rms_norm_eps"]
     return {
         **facts,

@@ -1,4 +1,4 @@
-"""The model against the reference implementation: what it computed travels with the checkpoints (golden.safetensors)."""
+"""The model against the reference implementation, whose outputs travel with the checkpoints (golden.safetensors)."""
 
 import json
 
@@ -99,7 +99,10 @@ def test_trained_checkpoint_answers_as_recorded(name, checkpoint, tmp_path):
     generator = pipeline("text-generation", str(folder), dtype=torch.float32)
     chats = [[{"role": "user", "content": question}] for question in answers]
     replies = generator(chats, batch_size=46, max_new_tokens=64, do_sample=False)
-    given = {chat[0]["content"]: reply[0]["generated_text"][-1]["content"] for chat, reply in zip(chats, replies, strict=True)}
+    given = {
+        chat[0]["content"]: reply[0]["generated_text"][-1]["content"]
+        for chat, reply in zip(chats, replies, strict=True)
+    }
     assert {question: answer.strip() for question, answer in given.items()} == answers
 
     to_torch(folder, tmp_path / "back.pth")
