@@ -23,9 +23,9 @@ test: $(VENV)/ready ## the whole test suite, on the versions of constraints.txt
 # The oldest environment sees the packages of the first one behind its own, so that they share one torch.
 test-oldest: $(VENV)/ready ## the same tests on the oldest supported transformers
 	$(PYTHON) -m venv --without-pip $(OLDEST)
-	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install --quiet --no-deps -e . $(OLDEST_TRANSFORMERS)
 	$(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
+	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install --quiet -e . $(OLDEST_TRANSFORMERS)
 	$(OLDEST)/bin/python -c "import transformers; assert transformers.__version__ == '5.16.1', transformers"
 	$(OLDEST)/bin/python -m pytest
 
