@@ -1,0 +1,39 @@
+"""The README's Python blocks run as they stand, in one folder that holds what they name."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import torch
+from conftest import FIXTURES, ROOT
+from transformers import AutoModelForCausalLM
+
+from minimind_hf import MiniMindConfig
+from minimind_hf.convert import to_torch
+
+
+def test_python_blocks_run(tmp_path):
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    (tmp_path / "path" / "to" / "minimind").mkdir(parents=True)
+    shutil.copytree(FIXTURES / "tokenizer", tmp_path / "path" / "to" / "minimind" / "model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MiniMindConfig(hidden_size=64)).save_pretrained(tmp_path / "random")
+    to_torch(tmp_path / "random", tmp_path / "full_sft_768.pth")
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    use, pipe, remote, convert = blocks
+    program = "\n".join([use, pipe, convert, remote])  # convert makes the folder that the remote-code block loads
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[0] == "12 + 30 = 42"
+    assert lines[1] == "7 × 8 = 56"
+    assert lines[2].startswith("verified: ")
+
+
+def test_commands_are_those_of_the_makefile():
+    readme, makefile = (ROOT / "README.md").read_text(encoding="utf-8"), (ROOT / "Makefile").read_text()
+    commands = re.findall(r"^make (\w+)", readme, re.MULTILINE)
+    assert commands == ["demo", "test"]
+    assert all(f"\n{command}:" in makefile for command in commands)
