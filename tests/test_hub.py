@@ -60,15 +60,8 @@ def python(hub, tmp_path):
 
     def run(program, *arguments, cache):
         command = [sys.executable, "-c", program, *map(str, arguments)]
-        ended = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            stdin=subprocess.DEVNULL,
-        )
+        options = {"env": hub.environment(tmp_path / cache), "stdin": subprocess.DEVNULL, "timeout": 300}
+        ended = subprocess.run(command, **options, cwd=tmp_path, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
         return ended
 
