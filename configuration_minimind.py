@@ -2,6 +2,7 @@
 """The configuration of a MiniMind model. This file travels with every checkpoint, beside modeling_minimind.py."""
 
 import math
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -28,7 +29,7 @@ YARN_PARAMETERS = {
     "attention_factor": 1.0,
 }
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 # Keys of other decoder configs whose feature MiniMind does not have: only the value that switches it off is accepted.
 NEUTRAL_VALUES = {
@@ -41,7 +42,7 @@ NEUTRAL_VALUES = {
 }
 
 # Keys that only the configs of older generations hold.
-OLDER_GENERATIONS = {"n_routed_experts": "MiniMind2", "dim": "early MiniMind2 or MiniMind v1"}
+OLDER_GENERATIONS = {"dim": "early MiniMind2 or MiniMind v1", "n_routed_experts": "MiniMind2"}
 
 
 @strict
@@ -141,6 +142,13 @@ class MiniMindConfig(PreTrainedConfig):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in transformers, but values given while loading are resolved and checked like those of the file."""
+        known = {field.name for field in fields(cls)} | {"rope_theta", "rope_scaling"}
+        given = {name: kwargs.pop(name) for name in known & kwargs.keys() - {"dtype"}}
+        return super().from_dict({**config_dict, **given}, **kwargs)
+
     def validate_minimind(self):
         """Checked again by `save_pretrained`, since attributes may have changed after construction."""
         self._refuse_bad_sizes()
@@ -176,10 +184,10 @@ class MiniMindConfig(PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}: every key/value head serves as many query heads"
             )
-        if self.head_dim % 2:
+        if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} (by default hidden_size // num_attention_heads = {self.hidden_size} // "
-                f"{self.num_attention_heads}) must be even: rotary embeddings turn pairs of values"
+                f"{self.num_attention_heads}) must be a positive even number: rotary embeddings turn pairs of values"
             )
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
@@ -206,6 +214,11 @@ class MiniMindConfig(PreTrainedConfig):
             raise ValueError(f"rope_theta={theta} contradicts rope_theta={rope['rope_theta']} in rope_parameters")
         if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
             raise ValueError(f"rope_theta={theta!r}: it must be a positive, finite number")
+        factor = rope.get("factor", 1.0 if rope_type == "default" else None)
+        if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
+            raise ValueError(
+                f"rope_type={rope_type!r} needs a positive, finite factor in rope_parameters, got {factor}"
+            )
         if rope.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError("partial_rotary_factor other than 1.0: MiniMind turns the whole head")
 

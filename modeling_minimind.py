@@ -85,8 +85,7 @@ class MiniMindRotaryEmbedding(nn.Module):
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings  # for "dynamic"
-        init_frequencies = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
-        inv_freq, self.attention_scaling = init_frequencies(config)  # [D / 2]
+        inv_freq, self.attention_scaling = self.compute_frequencies()  # [D / 2]
         # Not saved: transformers computes both buffers again whenever it loads a model.
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
@@ -96,6 +95,23 @@ class MiniMindRotaryEmbedding(nn.Module):
         """Return the frequencies theta^(-2i / D) [D / 2], in radians per position, and the factor 1 on cos and sin."""
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float, device=device) / config.head_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    def compute_frequencies(self, device=None) -> tuple[torch.Tensor, float]:
+        compute = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        return compute(self.config, device)
+
+    def _apply(self, function, recurse=True):
+        """Follow the model to another device with exact frequencies.
+
+        Casting them to half precision along with the weights would spoil far positions, and leaving the meta device
+        (`to_empty`) would fill them with garbage.
+        """
+        super()._apply(function, recurse)
+        if not self.inv_freq.is_meta:
+            inv_freq = self.compute_frequencies("cpu")[0].to(self.inv_freq.device)
+            self.inv_freq, self.original_inv_freq = inv_freq, inv_freq.clone()
+            self.max_seq_len_cached = self.original_max_seq_len
+        return self
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -372,7 +388,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
         Args:
             input_ids: token ids [B, S].
-            attention_mask: 1 for tokens and 0 for padding [B, L], or a ready mask [B, 1, S, L].
+            attention_mask: 1 for tokens and 0 for padding [B, L], or a ready mask [B, 1, S, L]: of float, to be added
+                to the scores; of bool or int, true where a position may be seen.
             position_ids: position of each token [B, S]; by default they go on from the cache.
             cache: keys and values of earlier tokens, updated in place; also accepted as `past_key_values`.
             inputs_embeds: [B, S, H], instead of input_ids.
@@ -398,6 +415,10 @@ class MiniMindModel(MiniMindPreTrainedModel):
             first = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0) + first
 
+        if attention_mask is not None and attention_mask.dim() == 4 and not attention_mask.is_floating_point():
+            # Attention functions add a ready mask to the scores; zeros and ones would be added as they are.
+            allowed, lowest = attention_mask.bool(), torch.finfo(hidden_states.dtype).min
+            attention_mask = torch.zeros_like(allowed, dtype=hidden_states.dtype).masked_fill(~allowed, lowest)
         causal_mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
@@ -476,7 +497,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         Args:
             labels: token ids [B, S], -100 where no loss is wanted; shifted here, so pass them as they stand.
             output_router_logits: return the router logits of every block, and the balance loss.
-            logits_to_keep: compute the logits of the last so many positions only (0: all), or of these positions.
+            logits_to_keep: compute the logits of the last so many positions only (0: all), of these positions [P], of
+                these positions of each row [B, P], or of those that a boolean mask [B, S] selects.
 
         Returns:
             `logits` [B, S, V]; `loss`, the mean cross entropy over the labels and, in training a mixture of experts,
@@ -495,8 +517,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             output_router_logits=self.config.use_moe and (output_router_logits or balances_experts),
             **kwargs,
         )
-        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, positions, :])  # [B, S, V]
+        logits = self.lm_head(keep_positions(outputs.last_hidden_state, logits_to_keep))  # [B, S, V]
 
         loss = aux_loss = None
         if labels is not None:
@@ -513,7 +534,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits if output_router_logits else None,
-            **{CACHE: outputs[CACHE]},
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def _balance_loss(self, router_logits, attention_mask):
@@ -523,10 +544,24 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 "the router's logits carry no gradient, so the balance loss would train nothing: reentrant gradient "
                 "checkpointing hides them. Pass gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
-        if attention_mask is not None and attention_mask.dim() != 2:
+        if attention_mask is not None and attention_mask.dim() == 2:
+            length = router_logits[0].shape[0] // attention_mask.shape[0]
+            attention_mask = attention_mask[:, -length:]  # [B, S] of [B, L]: the router saw no cached token
+        else:
             attention_mask = None  # a ready mask [B, 1, S, L] does not say which tokens are padding
         loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask)
         return self.config.router_aux_loss_coef * loss
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Select the positions of hidden_states [B, S, H] whose logits are wanted; see `MiniMindForCausalLM.forward`."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() == 1:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]  # [P, H]
+    return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
 def share_of_batch(labels, num_items_in_batch):
