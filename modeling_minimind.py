@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -327,18 +328,21 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         """Every push ends here; where the repository has no card, transformers has just written a placeholder."""
         card = Path(working_dir) / "README.md"
         if card.exists() and "automatically generated" in card.read_text(encoding="utf-8"):
-            card.write_text(self._model_card(), encoding="utf-8")
+            tags = ModelCard.load(card).data.tags or []  # those that the caller gave
+            card.write_text(self._model_card(tags), encoding="utf-8")
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
-    def _model_card(self) -> str:
+    def _model_card(self, tags=()) -> str:
         config = self.config
         experts = f", {config.num_experts} experts, {config.num_experts_per_tok} per token" if config.use_moe else ""
-        tags = "".join(f"\n- {tag}" for tag in ["minimind", *(self.model_tags or [])])
+        tags = dict.fromkeys(["minimind", *(self.model_tags or []), *tags])  # each once, in this order
+        tag_lines = "\n".join(f"- {tag}" for tag in tags)
         return f"""---
 license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
-tags:{tags}
+tags:
+{tag_lines}
 ---
 
 # {"MiniMind, mixture of experts" if config.use_moe else "MiniMind"}
