@@ -17,6 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     package_dir={"minimind_hf": "."},
+    script_name="setup.py",  # setuptools leaves the file of this name out of the package
     packages=["minimind_hf", "minimind_hf.convert"],
     package_data={"minimind_hf": ["assets/minimind-tiny/*"]},
     install_requires=[

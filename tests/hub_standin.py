@@ -298,11 +298,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: `HubStandin.requests` is the log."""
 
     def do_GET(self) -> None:
-        body = self._body()
-        if body is None:
-            status, answer, headers = refusal(413, f"More than {LARGEST_BODY} bytes")
+        size = int(self.headers.get("Content-Length", 0))
+        if size > LARGEST_BODY or "Transfer-Encoding" in self.headers:
+            status, answer, headers = refusal(413, f"More than {LARGEST_BODY} bytes, or no Content-Length")
             self.close_connection = True
         else:
+            body = self.rfile.read(size)
             signed, span = self.headers.get("Authorization", "").startswith("Bearer "), self.headers.get("Range", "")
             with self.hub.lock:
                 status, answer, headers = self.hub.answer(self.command, self.path, body, signed, span)
@@ -316,17 +317,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer)
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
-
-    def _body(self) -> bytes | None:
-        """Read the body, as long as its header says or in chunks. None where it is too large."""
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            size = int(self.headers.get("Content-Length", 0))
-            return self.rfile.read(size) if size <= LARGEST_BODY else None
-        body = b""
-        while size := int(self.rfile.readline(80), 16):
-            if len(body) + size > LARGEST_BODY:
-                return None
-            body += self.rfile.read(size)
-            self.rfile.readline(80)
-        self.rfile.readline(80)
-        return body

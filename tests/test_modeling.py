@@ -70,6 +70,7 @@ def assert_equals_stock(model, input_ids):
         {"rope_theta": 100.0},
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 8},
     ],
     ids=lambda changes: "-".join(changes) or "tiny",
 )
@@ -146,6 +147,17 @@ def test_scaled_frequencies_are_those_of_transformers(rope):
     assert_close(sin[0, 0], scale * angles.sin())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casting_the_model_keeps_the_frequencies_exact(dtype):
+    model = tiny_model().to(dtype)
+    frequencies = torch.tensor([1e6 ** (-i / 8) for i in range(8)])
+    assert_close(model.model.rotary_emb.inv_freq, frequencies, rtol=1e-6, atol=0)
+    cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 64, dtype=dtype), torch.tensor([[250]]))
+    angles = (250 * frequencies.double()).repeat(2)
+    assert_close(cos[0, 0], angles.cos().to(dtype), rtol=0, atol=2 * torch.finfo(dtype).eps)
+    assert_close(sin[0, 0], angles.sin().to(dtype), rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
 @torch.no_grad()
 def test_inputs_embeds_equal_input_ids(model, input_ids):
     embeds = model.get_input_embeddings()(input_ids)
@@ -205,12 +217,19 @@ def test_use_cache_false_returns_no_cache(model, input_ids):
 
 
 @pytest.mark.parametrize(
-    "keep, positions",
-    [(0, slice(None)), (1, slice(11, 12)), (5, slice(7, 12)), (torch.tensor([0, 7, 11]), [0, 7, 11])],
+    "keep, positions", [(0, range(12)), (1, [11]), (5, range(7, 12)), (torch.tensor([0, 7, 11]), [0, 7, 11])]
 )
 @torch.no_grad()
 def test_logits_to_keep(model, input_ids, keep, positions):
-    assert_close(model(input_ids, logits_to_keep=keep).logits, model(input_ids).logits[:, positions])
+    assert_close(model(input_ids, logits_to_keep=keep).logits, model(input_ids).logits[:, list(positions)])
+
+
+@torch.no_grad()
+def test_logits_to_keep_of_each_row(model, input_ids):
+    full = model(input_ids).logits
+    kept = model(input_ids, logits_to_keep=torch.tensor([[0, 5, 7], [11, 2, 2]])).logits
+    assert_close(kept, torch.stack([full[0, [0, 5, 7]], full[1, [11, 2, 2]]]))
+    assert_close(model(input_ids, logits_to_keep=PADDED_MASK.bool()).logits, torch.cat([full[0, 5:], full[1]]))
 
 
 @torch.no_grad()
@@ -265,7 +284,7 @@ def test_rows_of_padding_alone_never_spread_nan(kind, attention, dtype, input_id
 
 @both_kinds
 @both_attentions
-@pytest.mark.parametrize("form", ["bool", "int", "float", "4-D float", "4-D bool"])
+@pytest.mark.parametrize("form", ["bool", "int", "float", "4-D float", "4-D bool", "4-D int"])
 @torch.no_grad()
 def test_masks_of_every_form(kind, attention, form, input_ids):
     model = tiny_model(attn_implementation=attention, **kind)
@@ -276,6 +295,7 @@ def test_masks_of_every_form(kind, attention, form, input_ids):
         "float": PADDED_MASK.float(),
         "4-D float": torch.zeros(2, 1, 12, 12).masked_fill(~allowed, torch.finfo(torch.float32).min),
         "4-D bool": allowed,
+        "4-D int": allowed.long(),
     }[form]
     logits = model(input_ids, attention_mask=mask).logits
     assert_close(logits[:1, 5:], model(input_ids[:1, 5:]).logits, rtol=0, atol=1e-5)
@@ -461,6 +481,20 @@ def test_router_logits_and_aux_loss_on_request(input_ids):
     attended, _ = layer.self_attn(layer.input_layernorm(embedded), position_embeddings, causal)
     first = layer.post_attention_layernorm(embedded + attended) @ layer.mlp.gate.weight.T
     assert_close(outputs.router_logits[0], first.reshape(24, 4), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_aux_loss_of_a_cached_step_counts_its_own_tokens(input_ids):
+    model = tiny_model(router_aux_loss_coef=0.5, **MOE)
+    mask = torch.tensor([[0] * 8 + [1] * 4, [1] * 12])
+    cache = getattr(model(input_ids[:, :5], attention_mask=mask[:, :5]), CACHE)
+    outputs = model(input_ids[:, 5:], attention_mask=mask, output_router_logits=True, **{CACHE: cache})
+    expected = 0.0
+    for logits in outputs.router_logits:
+        probabilities = logits.softmax(-1)[mask[:, 5:].flatten().bool()]
+        load = torch.stack([(probabilities.topk(2).indices == e).sum() / 11 for e in range(4)])
+        expected += 4 * (load * probabilities.mean(0)).sum()
+    assert_close(outputs.aux_loss, 0.5 * expected)
 
 
 @torch.no_grad()
