@@ -1,5 +1,6 @@
 """The `minimind` command: convert, inspect, verify, generate."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -68,7 +69,8 @@ def verify_models(
     """Compare the logits of two models on random tokens, in float32; exit with 1 where they differ."""
     from minimind_hf.convert.compare import compare_logits, load_for_comparison
 
-    result = compare_logits(load_for_comparison(first), load_for_comparison(second), seed=seed)
+    models = load_for_comparison(first, other=second), load_for_comparison(second, other=first)
+    result = compare_logits(*models, seed=seed)
     typer.echo(f"max difference    {result.max_difference:.3g}")
     typer.echo(f"greedy agreement  {result.greedy_agreement:.2%} of {result.positions} positions")
     typer.echo(f"KL divergence     {result.kl_divergence:.3g} nats")
@@ -95,14 +97,13 @@ def stream_answer(folder: Path, prompt: str, max_new_tokens: int, temperature: f
     Raises:
         ValueError: the folder holds no model or no tokenizer, or the prompt leaves no room for an answer.
     """
-    from transformers import AutoModelForCausalLM, TextStreamer, set_seed
+    from transformers import TextStreamer, set_seed
 
-    from minimind_hf.convert.conversions import load_tokenizer
+    from minimind_hf.convert.conversions import load_folder, load_tokenizer
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a model folder: `minimind convert to-hf` makes one of a .pth file")
-    tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    model, tokenizer = load_folder(folder), load_tokenizer(folder)
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -120,14 +121,21 @@ def stream_answer(folder: Path, prompt: str, max_new_tokens: int, temperature: f
 
 def main():
     """Run the command; whatever is wrong with the input becomes one line and exit status 1."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an interrupted conversion cleans up
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that an interrupted conversion cleans up
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         app()
     except (ValueError, OSError, StrictDataclassError) as error:
-        typer.echo(f"minimind: {error}", err=True)
+        typer.echo(f"minimind: {' '.join(str(error).split())}", err=True)
+        raise SystemExit(1) from None
+    except Exception as error:
+        if os.environ.get("MINIMIND_TRACEBACK"):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        typer.echo(f"minimind: {reason} (MINIMIND_TRACEBACK=1 shows where)", err=True)
         raise SystemExit(1) from None
 
 

@@ -29,14 +29,26 @@ YARN_PARAMETERS = {
     "attention_factor": 1.0,
 }
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
+# The keys of rope_parameters beside rope_type and rope_theta, for each rope_type.
+ROPE_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {*YARN_PARAMETERS, "mscale", "mscale_all_dim", "truncate"},
+}
 
 # Keys of other decoder configs whose feature MiniMind does not have: only the value that switches it off is accepted.
 NEUTRAL_VALUES = {
     "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
     "mlp_bias": False,
+    "n_shared_experts": 0,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
+    "qkv_bias": False,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
     "sliding_window": None,
     "use_sliding_window": False,
 }
@@ -150,9 +162,22 @@ class MiniMindConfig(PreTrainedConfig):
         return super().from_dict({**config_dict, **given}, **kwargs)
 
     def validate_minimind(self):
-        """Checked again by `save_pretrained`, since attributes may have changed after construction."""
+        """Check everything once more, since attributes may have changed: models do it, and `save_pretrained` does."""
         self._refuse_bad_sizes()
         self._refuse_bad_combinations()
+        refuse_bad_rope(self.rope_parameters)
+        if "rope_theta" in self.__dict__:
+            raise ValueError("rope_theta was set on the config: set config.rope_parameters['rope_theta'] instead")
+        yarn = self.rope_parameters["rope_type"] == "yarn"
+        if yarn != self.inference_rope_scaling and (yarn or self._has_far_positions()):
+            raise ValueError(
+                f"inference_rope_scaling={self.inference_rope_scaling} was set on the config, but its rope_parameters "
+                f"are {self.rope_parameters}: make a new config instead"
+            )
+
+    def _has_far_positions(self) -> bool:
+        """Whether there are positions for yarn to bring closer; the reference leaves the frequencies alone if not."""
+        return self.max_position_embeddings > YARN_PARAMETERS["original_max_position_embeddings"]
 
     def save_pretrained(self, save_directory, **kwargs):
         """As in transformers. The code is saved beside the config, so its `auto_map` points at this folder."""
@@ -189,6 +214,11 @@ class MiniMindConfig(PreTrainedConfig):
                 f"head_dim={self.head_dim} (by default hidden_size // num_attention_heads = {self.hidden_size} // "
                 f"{self.num_attention_heads}) must be a positive even number: rotary embeddings turn pairs of values"
             )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{name}={value} is outside the vocabulary of vocab_size={self.vocab_size}")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} is above num_experts={self.num_experts}: "
@@ -197,36 +227,31 @@ class MiniMindConfig(PreTrainedConfig):
 
     def _resolve_rope(self, kwargs):
         """Bring every spelling to `rope_parameters`; `inference_rope_scaling` says afterwards whether yarn is on."""
-        old_spelling = kwargs.pop("rope_scaling", None)
-        if old_spelling and self.rope_parameters and dict(old_spelling) != dict(self.rope_parameters):
+        old_spelling, theta = kwargs.pop("rope_scaling", None), kwargs.pop("rope_theta", None)
+        if not isinstance(old_spelling, dict | None):
+            raise ValueError(f"rope_scaling={old_spelling!r}: it must be a dict")
+        if old_spelling and self.rope_parameters and old_spelling != self.rope_parameters:
             raise ValueError(
                 f"rope_scaling={old_spelling} and rope_parameters={self.rope_parameters} differ: give one of them"
             )
         rope = dict(old_spelling or self.rope_parameters or {})
-        old_type = rope.pop("type", "default")
+        old_type = rope.pop("type", None) or rope.get("rope_type", "default")
         rope_type = rope.setdefault("rope_type", old_type)
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type={rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
-
-        theta = kwargs.pop("rope_theta", None)
-        theta = rope.get("rope_theta", self.default_theta) if theta is None else theta
+        if old_type != rope_type:
+            raise ValueError(f"type={old_type!r} contradicts rope_type={rope_type!r} in the rope parameters")
+        if theta is None:
+            theta = rope.get("rope_theta", self.default_theta)
         if rope.setdefault("rope_theta", theta) != theta:
             raise ValueError(f"rope_theta={theta} contradicts rope_theta={rope['rope_theta']} in rope_parameters")
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
-            raise ValueError(f"rope_theta={theta!r}: it must be a positive, finite number")
-        factor = rope.get("factor", 1.0 if rope_type == "default" else None)
-        if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
-            raise ValueError(
-                f"rope_type={rope_type!r} needs a positive, finite factor in rope_parameters, got {factor}"
-            )
+        kwargs.pop("partial_rotary_factor", None)  # 1.0, or refused before
         if rope.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError("partial_rotary_factor other than 1.0: MiniMind turns the whole head")
+        refuse_bad_rope(rope)
 
         if self.inference_rope_scaling is None:
             self.inference_rope_scaling = rope_type == "yarn"
         elif self.inference_rope_scaling and rope_type == "default":
-            # The reference leaves the frequencies alone where no position lies beyond the original ones.
-            if self.max_position_embeddings > YARN_PARAMETERS["original_max_position_embeddings"]:
+            if self._has_far_positions():
                 rope.update(YARN_PARAMETERS)
         elif self.inference_rope_scaling != (rope_type == "yarn"):
             raise ValueError(
@@ -234,6 +259,26 @@ class MiniMindConfig(PreTrainedConfig):
                 "yarn off, pass rope_parameters={'rope_type': 'default'} too; to switch it on, pass no other rope type"
             )
         self.rope_parameters = rope
+
+
+def refuse_bad_rope(rope):
+    """Raise for rope parameters that are unknown, or that give no frequencies."""
+    rope_type, theta = rope["rope_type"], rope["rope_theta"]
+    if rope_type not in ROPE_KEYS:
+        raise ValueError(f"rope_type={rope_type!r} is not one of {', '.join(ROPE_KEYS)}")
+    unknown = sorted(rope.keys() - ROPE_KEYS[rope_type] - {"rope_type", "rope_theta"})
+    if unknown:
+        raise ValueError(f"rope_parameters hold {', '.join(unknown)}, which rope_type={rope_type!r} does not have")
+    if not is_number(theta) or not 1 < theta < 1e30:
+        raise ValueError(f"rope_theta={theta!r}: it must be a number above 1 and below 1e30")
+    required = {"factor"} & ROPE_KEYS[rope_type]
+    for name in required | ({"original_max_position_embeddings", "attention_factor"} & rope.keys()):
+        if not is_number(rope.get(name)) or not 0 < rope[name] < math.inf:
+            raise ValueError(f"rope_type={rope_type!r} needs a positive, finite {name}, got {rope.get(name)}")
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def refuse_older_generations(keys):
@@ -248,6 +293,12 @@ def refuse_unsupported_features(keys):
     for key, neutral in NEUTRAL_VALUES.items():
         if keys.get(key, neutral) != neutral:
             raise ValueError(f"{key}={keys[key]!r}: MiniMind supports only {key}={neutral!r}")
-    other_layers = sorted(set(keys.get("layer_types") or ()) - {"full_attention"})
-    if other_layers:
-        raise ValueError(f"layer_types holds {', '.join(other_layers)}: every MiniMind layer is full_attention")
+    for key in keys:
+        if callable(getattr(MiniMindConfig, key, None)):
+            raise ValueError(f"the key {key!r} would replace a method of the config: rename it")
+    layer_types = keys.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(layer != "full_attention" for layer in layer_types):
+        raise ValueError(f"layer_types={layer_types}: every MiniMind layer is full_attention")
+    num_labels = keys.get("num_labels", 2)
+    if not isinstance(num_labels, int) or not 0 < num_labels <= 1_000_000:
+        raise ValueError(f"num_labels={num_labels}: it must be a whole number from 1 to 1,000,000")

@@ -303,6 +303,10 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         "attentions": MiniMindAttention,
     }
 
+    def __init__(self, config: MiniMindConfig, *args, **kwargs):
+        config.validate_minimind()
+        super().__init__(config, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -462,7 +466,7 @@ def load_balancing_loss(router_logits, top_k: int, attention_mask: torch.Tensor 
         if attention_mask is None:
             load, probability = choices.mean(dim=0), probabilities.mean(dim=0)  # [E]
         else:
-            weight = attention_mask.reshape(-1, 1).to(probabilities) / attention_mask.sum()  # [T, 1]
+            weight = attention_mask.reshape(-1, 1).to(probabilities) / attention_mask.sum().clamp(min=1)  # [T, 1]
             load, probability = (choices * weight).sum(dim=0), (probabilities * weight).sum(dim=0)
         total = total + logits.shape[-1] * (load * probability).sum().to(total.device)
     return total

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
-from minimind_hf.convert.conversions import build_config, build_model, refuse_incomplete
-from minimind_hf.convert.files import read_tensors
+from minimind_hf.convert.conversions import build_config, build_model, load_folder
+from minimind_hf.convert.files import read_json, read_tensors
 from minimind_hf.convert.layout import ConversionError
 
 
@@ -22,20 +21,19 @@ class Comparison:
     positions: int
 
 
-def load_for_comparison(path: Path, dtype: torch.dtype = torch.float32):
-    """Load a causal language model from a model folder or a .pth file, for evaluation on the CPU."""
+def load_for_comparison(path: Path, other: Path | None = None, dtype: torch.dtype = torch.float32):
+    """Load a causal language model for evaluation on the CPU, from a model folder or a .pth file.
+
+    What a .pth file cannot tell about its config is taken from `other`, if that is a MiniMind folder.
+    """
     path = Path(path)
-    if not path.is_dir():
-        tensors = read_tensors(path)
-        return build_model(tensors, build_config(tensors, path)).to(dtype)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ConversionError(f"{path} does not load as a causal language model: {error}") from error
-    refuse_incomplete(report)
-    return model.eval()
+    if path.is_dir():
+        return load_folder(path, dtype)
+    config = Path(other) / "config.json" if other is not None else None
+    if config is not None and not (config.is_file() and read_json(config).get("model_type") == "minimind"):
+        config = None
+    tensors = read_tensors(path)
+    return build_model(tensors, build_config(tensors, path, config), dtype="float32").to(dtype)
 
 
 @torch.no_grad()

@@ -1,24 +1,27 @@
 """The conversions: between the reference implementation's .pth files and Hugging Face folders, each one verified."""
 
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minimind_hf.configuration_minimind import MiniMindConfig
+from minimind_hf.configuration_minimind import OLDER_GENERATIONS, MiniMindConfig
 from minimind_hf.convert.files import (
     TOKENIZER_FILES,
     check_destination,
     progress,
     read_json,
     read_tensors,
+    read_torch_file,
     written_whole,
 )
 from minimind_hf.convert.layout import (
     ConversionError,
     check_tensors,
+    clean_names,
     expected_shapes,
     fuse_experts,
     infer_sizes,
@@ -56,13 +59,16 @@ def to_hf(
     Raises:
         ConversionError: the checkpoint cannot be converted exactly; nothing was written.
     """
-    check_destination(Path(destination), overwrite, is_folder=True)
+    source, destination = Path(source), Path(destination)
+    check_destination(destination, source, overwrite, is_folder=True)
+    if source.is_dir() or source.suffix == ".safetensors":
+        raise ConversionError(f"{source} is in Hugging Face's format already: expected a .pth file")
     tensors = read_tensors(source)
     model_config = build_config(tensors, source, config, flags)
     if tokenizer is not None:
         take_special_tokens(model_config, Path(tokenizer), given=read_json(config) if config else {})
     model = build_model(tensors, model_config, dtype)
-    with written_whole(Path(destination), overwrite, is_folder=True) as draft:
+    with written_whole(destination, source, overwrite, is_folder=True) as draft:
         model.save_pretrained(draft)
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), draft)
@@ -83,15 +89,18 @@ def to_torch(source: Path, destination: Path, overwrite: bool = False) -> str:
     Raises:
         ConversionError: the folder does not hold a MiniMind-3 causal language model; nothing was written.
     """
-    check_destination(Path(destination), overwrite, is_folder=False)
+    source, destination = Path(source), Path(destination)
+    check_destination(destination, source, overwrite, is_folder=False)
+    if source.exists() and not source.is_dir():
+        raise ConversionError(f"{source} is a file: expected a Hugging Face folder")
     tensors = read_tensors(source)
-    model_config = build_config(tensors, source, Path(source) / "config.json", flags={})
+    model_config = build_config(tensors, source, source / "config.json")
     if model_config.tie_word_embeddings:  # the reference implementation stores the shared weight under both names
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors = {name: tensors[name] for name in expected_shapes(model_config)}
-    with written_whole(Path(destination), overwrite, is_folder=False) as draft:
+    with written_whole(destination, source, overwrite, is_folder=False) as draft:
         torch.save(tensors, draft)
-        written = read_tensors(draft)
+        written = clean_names(read_torch_file(draft))
         return f"verified: {compare_tensors(written, tensors)} read back bit for bit equal"
 
 
@@ -101,14 +110,13 @@ def build_config(tensors, source, config_path=None, flags=None) -> MiniMindConfi
     What the tensors tell must agree with the config and the flags. What they cannot tell comes from the flags, then
     from the config, then from MiniMind-3's defaults.
     """
+    given = read_json(config_path) if config_path else {}
+    check_config_file(given, config_path)
     generation = recognise_generation(tensors)
     if generation != "MiniMind-3":
-        raise ConversionError(f"{source} is a {generation} checkpoint: only MiniMind-3 can be converted so far")
+        raise ConversionError(f"{source} holds {generation}: only MiniMind-3 can be converted so far")
     known = infer_sizes(tensors)
     known["tie_word_embeddings"] = is_tied(tensors)
-    given = read_json(config_path) if config_path else {}
-    if given.get("model_type", "minimind") != "minimind":
-        raise ConversionError(f"{config_path} is the config of a {given['model_type']} model, expected minimind")
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
 
     for values, origin in ((given, config_path), (flags, "the command line")):
@@ -123,10 +131,23 @@ def build_config(tensors, source, config_path=None, flags=None) -> MiniMindConfi
         config = MiniMindConfig(
             **{**known, **{key: value for key, value in given.items() if value is not None}, **flags}
         )
-    except (ValueError, StrictDataclassError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ConversionError(f"{config_path or source}: {error}") from error
     check_tensors(tensors, config)
     return config
+
+
+def check_config_file(given: dict, path):
+    """Raise unless a config.json is that of a plain MiniMind model."""
+    if not given:
+        return
+    if given.get("model_type", "minimind") != "minimind":
+        raise ConversionError(f"{path} is the config of a {given['model_type']} model, expected minimind")
+    if "quantization_config" in given:
+        raise ConversionError(f"{path} is the config of a quantized model: convert the one it was made from")
+    known = {field.name for field in fields(MiniMindConfig)} | {"model_type", *OLDER_GENERATIONS}
+    if not known & given.keys():
+        raise ConversionError(f"{path} has no key of a MiniMind config; it holds {some_names(given)}")
 
 
 def is_tied(tensors) -> bool:
@@ -158,9 +179,9 @@ def load_tokenizer(folder: Path):
     if not (folder / "tokenizer_config.json").is_file():
         raise ConversionError(f"{folder} holds no tokenizer: tokenizer_config.json is missing")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
-        raise ConversionError(f"the tokenizer in {folder} does not load: {error}") from error
+        raise ConversionError(f"the tokenizer in {folder} does not load: {first_line(error)}") from error
 
 
 def copy_tokenizer(source: Path, destination: Path):
@@ -179,12 +200,36 @@ def build_model(tensors, config: MiniMindConfig, dtype: str | None = None) -> Mi
     for name, tensor in tensors.items():
         if tensor.abs().max() > limit:
             raise ConversionError(f"{name} holds {tensor.abs().max():.6g}, beyond the {limit:.6g} of {target}")
-    state = {name: tensor for name, tensor in tensors.items() if is_kept(name, config)}
+    # Clones, since tensors of a file may share memory, which safetensors refuses to write.
+    state = {name: tensor.clone() for name, tensor in tensors.items() if is_kept(name, config)}
     model, report = MiniMindForCausalLM.from_pretrained(
         None, config=config, state_dict=state, dtype=target, output_loading_info=True
     )
     refuse_incomplete(report)
     return model.eval()
+
+
+def load_folder(folder: Path, dtype: str | torch.dtype = "auto"):
+    """Load a causal language model from a folder, running no code of it.
+
+    Raises:
+        ConversionError: the folder is no model, or its weights and its config do not fit each other.
+    """
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == "minimind":
+        build_config(read_tensors(folder), folder, folder / "config.json")
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # every architecture and file format has errors of its own
+        raise ConversionError(f"{folder} does not load as a causal language model: {first_line(error)}") from error
+    refuse_incomplete(report)
+    return model.eval()
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def exact_dtype(tensors) -> torch.dtype:

@@ -1,8 +1,10 @@
 """Read checkpoints without executing anything in them, and write results whole or not at all."""
 
 import json
+import re
 import shutil
 import tempfile
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,11 +14,8 @@ from tqdm import tqdm
 
 from minimind_hf.convert.layout import ConversionError, clean_names
 
-# What a saved model folder may hold; `--overwrite` replaces a folder of these and no other.
-MODEL_FILES = (
-    "config.json generation_config.json README.md configuration_minimind.py modeling_minimind.py "
-    "model*.safetensors model.safetensors.index.json"
-).split()
+READABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json")
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja "
     "vocab.json merges.txt tokenizer.model"
@@ -42,8 +41,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     path = Path(path)
     if path.is_dir():
         tensors = read_folder(path)
-    elif not path.exists():
-        raise ConversionError(f"{path} does not exist")
+    elif not path.is_file():
+        raise ConversionError(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
     elif path.suffix == ".safetensors":
         tensors = read_safetensors(path)
     else:
@@ -58,19 +57,35 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
     if start.startswith(b"version https://git-lfs"):
         raise ConversionError(f"{path} is a Git LFS pointer, not the checkpoint itself: run `git lfs pull`")
     is_zip = start.startswith(b"PK\x03\x04")  # older torch.save files are bare pickles, which cannot be mapped
+    if is_zip:
+        check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # whatever a damaged or hostile file makes the unpickler raise
-        reason = str(error).strip().splitlines()
+        foreign = re.search(r"Unsupported (?:global|class|operand)[^\w]*(?:GLOBAL )?([\w.]+)", str(error))
+        found = f"it holds {foreign[1]}" if foreign else "it is truncated, damaged, or no checkpoint at all"
         raise ConversionError(
-            f"{path} is not a checkpoint that can be read safely: it is truncated, or holds more than tensors. "
-            f"Nothing in it was executed. torch says: {reason[0][:200] if reason else type(error).__name__}"
+            f"{path} cannot be read safely: {found}, expected nothing but tensors. Nothing in it was executed"
         ) from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} holds a {type(content).__name__}, expected a dict of tensors (a state dict)")
     if isinstance(content.get("model"), dict):
         content = content["model"]
     return content
+
+
+def check_archive(path: Path):
+    """Raise unless every record of a torch.save archive is whole: torch maps the file without looking."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
+            damaged = archive.testzip() if not packed else None
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise ConversionError(f"{path} is truncated or damaged ({error}): download or copy it again") from error
+    if damaged:
+        raise ConversionError(f"{path} is damaged: the checksum of {damaged} is wrong. Download or copy it again")
+    if packed:
+        raise ConversionError(f"{path} was compressed after torch.save wrote it ({packed[0]}): use the original file")
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -90,6 +105,8 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise ConversionError(f"{index} has no weight_map from tensor names to file names")
         names = sorted(set(shards.values()))
+        if (folder / "model.safetensors").exists():
+            raise ConversionError(f"{folder} holds model.safetensors and {index.name}: remove the one that is stale")
     else:
         names = ["model.safetensors"]
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
@@ -97,7 +114,10 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
         raise ConversionError(f"{folder} lacks {', '.join(missing)}: it is not a whole folder with safetensors")
     tensors = {}
     for name in names:
-        tensors.update(read_safetensors(folder / name))
+        shard = read_safetensors(folder / name)
+        if tensors.keys() & shard.keys():
+            raise ConversionError(f"{folder / name} repeats {min(tensors.keys() & shard.keys())} of another shard")
+        tensors.update(shard)
     if index.exists() and tensors.keys() != shards.keys():
         differing = sorted(tensors.keys() ^ shards.keys())
         raise ConversionError(f"{index} and the shards disagree about {', '.join(differing[:8])}")
@@ -108,9 +128,12 @@ def check_values(tensors: dict, path: Path) -> dict[str, torch.Tensor]:
     """Return the dict if it holds nothing but finite floating-point tensors under string names."""
     for name, tensor in progress(tensors.items(), "Reading"):
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ConversionError(f"{path} is not a state dict: {name!r} is a {type(tensor).__name__}, not a tensor")
-        if tensor.layout != torch.strided or not tensor.is_floating_point():
-            raise ConversionError(f"{name} in {path} is {tensor.dtype}: expected float16, bfloat16 or float32")
+            raise ConversionError(f"{path} is not a state dict: {name!r} is the name of a {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.dtype not in READABLE_DTYPES:
+            kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise ConversionError(f"{name} in {path} is {kind}: expected float16, bfloat16 or float32")
+        if tensor.is_meta or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ConversionError(f"{name} in {path} claims {list(tensor.shape)} values, but the file holds fewer")
         if not torch.isfinite(tensor).all():
             raise ConversionError(f"{name} in {path} holds NaN or infinity: the training that wrote it has diverged")
     return tensors
@@ -123,63 +146,80 @@ def read_json(path: Path) -> dict:
         ConversionError: there is no such file, or no JSON object in it.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConversionError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content
 
 
+def unique_keys(pairs: list[tuple]) -> dict:
+    keys = [key for key, _ in pairs]
+    repeated = [key for key in keys if keys.count(key) > 1]
+    if repeated:
+        raise ValueError(f"the key {repeated[0]!r} stands there twice")
+    return dict(pairs)
+
+
 @contextmanager
-def written_whole(destination: Path, overwrite: bool, is_folder: bool):
+def written_whole(destination: Path, source: Path, overwrite: bool, is_folder: bool):
     """Give a path beside the destination to write to, and rename it once the block has ended without an error.
 
+    A model card in a folder that is replaced is kept.
+
     Raises:
-        ConversionError: the destination exists and `overwrite` is false, or it holds what is not a model's.
+        ConversionError: see `check_destination`; or a file of the folder that is replaced would be lost.
     """
     destination = Path(destination)
-    check_destination(destination, overwrite, is_folder)
+    check_destination(destination, source, overwrite, is_folder)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    workplace = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    workplace = Path(tempfile.mkdtemp(prefix=f".{destination.name[:40]}.", dir=destination.parent))
+    replaced = workplace / "replaced"
     try:
         draft = workplace / destination.name
         if is_folder:
             draft.mkdir()
+            if (destination / "README.md").exists():
+                shutil.copyfile(destination / "README.md", draft / "README.md")
         yield draft
-        replaced = workplace / "replaced"
+        if is_folder:
+            check_nothing_is_lost(destination, draft)
+            for file in draft.iterdir():  # safetensors writes files that only their owner may read
+                shutil.copymode(draft / "config.json", file)
         if is_folder and destination.exists():
             destination.rename(replaced)
-        try:
-            draft.replace(destination)
-        except BaseException:
-            if replaced.exists():
-                replaced.rename(destination)
-            raise
+        draft.replace(destination)
     finally:
+        if replaced.exists() and not destination.exists():  # interrupted between the two renames
+            replaced.rename(destination)
         shutil.rmtree(workplace, ignore_errors=True)
 
 
-def check_destination(destination: Path, overwrite: bool, is_folder: bool):
+def check_destination(destination: Path, source: Path, overwrite: bool, is_folder: bool):
     """Raise a ConversionError where writing to the destination would lose something of the user's."""
+    kind = "folder" if is_folder else "file"
     if not destination.name or destination.is_symlink():
-        raise ConversionError(f"{destination} cannot be replaced: name a new {'folder' if is_folder else 'file'}")
-    if not destination.exists():
+        raise ConversionError(f"{destination} cannot be replaced: name a new {kind}")
+    here, there = destination.resolve(), Path(source).resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise ConversionError(f"{destination} would replace a part of the source {source}: name another {kind}")
+    if not destination.exists() or (is_folder and destination.is_dir() and not any(destination.iterdir())):
         return
-    if destination.is_dir() != is_folder:
-        raise ConversionError(f"{destination} is a {'file' if is_folder else 'folder'}: name another destination")
-    if is_folder:
-        strangers = [entry.name for entry in destination.iterdir() if not is_model_file(entry)]
-        if strangers:
-            raise ConversionError(
-                f"{destination} exists and holds what is not a model's, which would be lost: "
-                f"{', '.join(sorted(strangers)[:8])}. Name another folder"
-            )
-        if not any(destination.iterdir()):
-            return
+    if not (destination.is_dir() if is_folder else destination.is_file()):
+        raise ConversionError(f"{destination} exists and is not a {kind}: name another destination")
     if not overwrite:
         raise ConversionError(f"{destination} exists: pass --overwrite to replace it")
+    if is_folder and read_json(destination / "config.json").get("model_type") != "minimind":
+        raise ConversionError(f"{destination} is not a MiniMind folder, so --overwrite leaves it alone")
 
 
-def is_model_file(path: Path) -> bool:
-    return path.is_file() and any(path.match(pattern) for pattern in (*MODEL_FILES, *TOKENIZER_FILES))
+def check_nothing_is_lost(destination: Path, draft: Path):
+    """Raise a ConversionError if the existing folder holds files that the new one lacks, other than old shards."""
+    existing = {entry.name for entry in destination.iterdir()} if destination.exists() else set()
+    lost = sorted(name for name in existing - {entry.name for entry in draft.iterdir()} if not SHARD.fullmatch(name))
+    if lost:
+        hint = "pass --tokenizer to keep the tokenizer, or " if set(lost) & set(TOKENIZER_FILES) else ""
+        raise ConversionError(
+            f"{destination} holds {', '.join(lost[:8])}, which would be lost: {hint}name another folder"
+        )

@@ -46,7 +46,7 @@ HEAD = {"lm_head.weight": ("vocab_size", "hidden_size")}
 GENERATIONS = {
     "MiniMind-3": "model.layers.0.self_attn.q_norm.weight",
     "MiniMind2": "model.embed_tokens.weight",
-    "early MiniMind2 or MiniMind v1": "tok_embeddings.weight",
+    "an early MiniMind2 or a MiniMind v1": "tok_embeddings.weight",
 }
 
 WRAPPER_PREFIX = re.compile(r"^(?:(?:_orig_mod|module)\.)+")  # left by torch.compile and by data parallelism

@@ -1,6 +1,8 @@
 """The `minimind` command, run as a user runs it: what it prints, and how it refuses."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +89,39 @@ def test_bad_input_is_one_line_without_a_traceback(case, minimind, tmp_path):
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert os.listdir(tmp_path) == []
+
+
+EVIL = "open('EXECUTED', 'w').close()\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "convert"])
+def test_code_in_a_folder_is_never_run_nor_offered_to_be_run(command, minimind, tmp_path, monkeypatch):
+    folder = tmp_path / "evil"
+    shutil.copytree(FIXTURES / "tokenizer", folder)
+    (folder / "evil.py").write_text(EVIL)
+    auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto_map}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokenizer |= {"auto_map": auto_map, "tokenizer_class": "T"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    arguments = {
+        "generate": ["generate", "--model", folder, "hi"],
+        "verify": ["verify", folder, folder],
+        "convert": ["convert", "to-hf", WEIGHTS, tmp_path / "model", "--tokenizer", folder],
+    }[command]
+    result = minimind(*arguments)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.rglob("EXECUTED"))
+
+
+def test_unforeseen_errors_are_one_line_too(minimind, monkeypatch):
+    monkeypatch.setattr("minimind_hf.convert.inspection.describe", lambda path: 1 / 0)
+    result = minimind("inspect", WEIGHTS)
+    assert result.returncode == 1
+    assert result.stderr.startswith("minimind: ZeroDivisionError: division by zero (MINIMIND_TRACEBACK=1")
+    assert "Traceback" not in result.stderr
 
 
 def test_terminated_conversion_leaves_nothing(tmp_path):

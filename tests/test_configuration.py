@@ -333,6 +333,13 @@ def test_impossible_values_are_refused(name, value):
     "rope, named",
     [
         ({"rope_type": "spiral"}, "spiral"),
+        ({"rope_type": "default", "type": "yarn", "factor": 4.0}, "contradicts"),
+        ({"full_attention": {"rope_type": "yarn", "factor": 4.0}}, "full_attention"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": -3.0}, "attention_factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}, "original_max"),
+        ({"rope_type": "linear", "factor": True}, "True"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 1.0}, "rope_theta"),
         ({"type": "spiral"}, "spiral"),
         ({"rope_type": "yarn"}, "factor"),
         ({"rope_type": "linear"}, "factor"),
@@ -399,3 +406,25 @@ def test_older_generations_are_refused(values, generation, tmp_path):
         MiniMindConfig(**values)
     with pytest.raises(ValueError, match=generation):
         load_dict(values, tmp_path)
+
+
+def test_special_tokens_outside_the_vocabulary_are_refused():
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for value in (192, -1, [1, 500]) if name == "eos_token_id" else (192, -1):
+            with pytest.raises(ValueError, match=name):
+                tiny_config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name, value", [("rope_theta", 5.0), ("inference_rope_scaling", True), ("num_key_value_heads", 3)]
+)
+def test_changes_that_a_config_cannot_follow_make_no_model(name, value):
+    config = tiny_config(max_position_embeddings=4096)
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=name):
+        MiniMindForCausalLM(config)
+
+
+def test_absurd_number_of_labels_is_refused():
+    with pytest.raises(ValueError, match="num_labels"):
+        tiny_config(num_labels=10**12)

@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import re
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -187,7 +189,9 @@ BROKEN = {
     "wrong shape": (changed(model__norm__weight=torch.ones(63)), r"model\.norm\.weight is \[63\] instead of \[64\]"),
     "NaN": (changed(model__norm__weight=torch.full((64,), float("nan"))), r"model\.norm\.weight.*NaN"),
     "integers": (changed(model__norm__weight=torch.ones(64, dtype=torch.int8)), r"model\.norm\.weight.*int8"),
-    "not a tensor": (changed(epoch=3), "'epoch' is a int"),
+    "float8": (changed(model__norm__weight=torch.ones(64).to(torch.float8_e5m2)), r"model\.norm\.weight.*float8"),
+    "expanded": (changed(model__norm__weight=torch.zeros(1).expand(10**12)), r"model\.norm\.weight.*holds fewer"),
+    "not a tensor": (changed(epoch=3), "'epoch' is the name of a int"),
     "empty": (lambda tensors: {}, "no tensor at all"),
     "another model": (lambda tensors: {"transformer.wte.weight": torch.ones(2, 2)}, "transformer.wte.weight"),
     "empty embedding": (changed(model__embed_tokens__weight=torch.ones(192, 0)), "embed_tokens"),
@@ -212,6 +216,9 @@ CONTRADICTIONS = {
     "other architecture": ({}, {"model_type": "llama"}, "llama"),
     "impossible config": ({}, {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
     "older generation": ({}, {"n_routed_experts": 4}, "n_routed_experts"),
+    "nothing known": ({}, {"effective": {"hidden_size": 64}}, "no key of a MiniMind config"),
+    "quantized": ({}, {"quantization_config": {"quant_method": "fp8"}, "head_dim": 16}, "quantized"),
+    "shadowed method": ({}, {"model_type": "minimind", "to_dict": 3}, "to_dict"),
     "unknown dtype": ({"dtype": "int3"}, {}, "int3"),
 }
 
@@ -258,6 +265,26 @@ def test_half_downloaded_files_are_refused(tmp_path):
             to_hf(tmp_path / f"{name}.pth", tmp_path / "model")
 
 
+def test_damaged_archive_is_refused_although_it_loads(tmp_path):
+    whole = WEIGHTS.read_bytes()
+    hole = bytearray(whole)
+    hole[100_000:180_000] = bytes(80_000)  # what an interrupted download into a preallocated file leaves
+    (tmp_path / "hole.pth").write_bytes(hole)
+    with zipfile.ZipFile(WEIGHTS) as source, zipfile.ZipFile(tmp_path / "packed.pth", "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name), zipfile.ZIP_DEFLATED)
+    for name, message in [("hole", "checksum of .*data/"), ("packed", "compressed after")]:
+        with pytest.raises(ConversionError, match=message):
+            to_hf(tmp_path / f"{name}.pth", tmp_path / "model")
+
+
+def test_tensors_that_share_memory_are_converted(tmp_path, tensors):
+    tensors["model.layers.1.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"]
+    to_hf(save(tensors, tmp_path / "shared.pth"), tmp_path / "model")
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(written[name], tensors[name]) for name in written)
+
+
 def test_broken_folders_are_refused(tmp_path):
     to_hf(WEIGHTS, tmp_path / "good")
     good = (tmp_path / "good" / "model.safetensors").read_bytes()
@@ -267,6 +294,14 @@ def test_broken_folders_are_refused(tmp_path):
         "no config": lambda folder: (folder / "config.json").unlink(),
         "bad config": lambda folder: (folder / "config.json").write_text("{"),
         "list config": lambda folder: (folder / "config.json").write_text("[]"),
+        "quantized": lambda folder: (folder / "config.json").write_text(
+            '{"model_type": "minimind", "quantization_config": {"quant_method": "fp8"}}'
+        ),
+        "repeated key": lambda folder: (folder / "config.json").write_text('{"head_dim": 16, "head_dim": 16}'),
+        "deep config": lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "stale index": lambda folder: (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"model.norm.weight": "model.safetensors"}}'
+        ),
         "escaping index": lambda folder: (folder / "model.safetensors.index.json").write_text(
             '{"weight_map": {"model.norm.weight": "../good/model.safetensors"}}'
         ),
@@ -308,33 +343,119 @@ def test_existing_results_are_replaced_only_on_request(tmp_path):
     assert {tensor.dtype for tensor in load(file).values()} == {torch.float32}
 
 
-def test_overwrite_never_loses_files_of_the_user(tmp_path):
+def test_overwrite_keeps_the_card_and_replaces_old_shards(tmp_path):
     to_hf(WEIGHTS, tmp_path / "model")
-    (tmp_path / "model" / "notes.txt").write_text("mine")
-    with pytest.raises(ConversionError, match=r"notes\.txt"):
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    (tmp_path / "model" / "model.safetensors").unlink(missing_ok=True)
+    (tmp_path / "model" / "README.md").write_text("My own words.")
+    to_hf(WEIGHTS, tmp_path / "model", overwrite=True)
+    assert (tmp_path / "model" / "README.md").read_text() == "My own words."
+    assert [name for name in os.listdir(tmp_path / "model") if "safetensors" in name] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "tokenizer.json", "model-best-run.safetensors"])
+def test_overwrite_never_loses_files_of_the_user(name, tmp_path):
+    to_hf(WEIGHTS, tmp_path / "model")
+    (tmp_path / "model" / name).write_text("mine")
+    with pytest.raises(ConversionError, match=f"{re.escape(name)}, which would be lost"):
         to_hf(WEIGHTS, tmp_path / "model", overwrite=True)
-    assert (tmp_path / "model" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "model" / name).read_text() == "mine"
 
 
-def test_failure_leaves_the_existing_folder_and_no_draft(tmp_path):
+@pytest.mark.parametrize("config", [None, '{"model_type": "llama"}'])
+def test_overwrite_replaces_nothing_but_a_minimind_folder(config, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("old")
-    with pytest.raises(KeyboardInterrupt), written_whole(tmp_path / "model", True, is_folder=True) as draft:
-        (draft / "config.json").write_text("new")
-        raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == ["model"]
-    assert (tmp_path / "model" / "config.json").read_text() == "old"
+    (tmp_path / "model" / "README.md").write_text("mine")
+    if config:
+        (tmp_path / "model" / "config.json").write_text(config)
+    with pytest.raises(ConversionError, match="model"):
+        to_hf(WEIGHTS, tmp_path / "model", overwrite=True)
+    assert (tmp_path / "model" / "README.md").read_text() == "mine"
+
+
+def test_destination_in_the_source_is_refused(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "model")
+    before = (tmp_path / "model" / "config.json").read_bytes()
+    for name in ("config.json", "new.pth"):
+        with pytest.raises(ConversionError, match="part of the source"):
+            to_torch(tmp_path / "model", tmp_path / "model" / name, overwrite=True)
+    shutil.copyfile(WEIGHTS, tmp_path / "weights.pth")
+    with pytest.raises(ConversionError, match="part of the source"):
+        to_hf(tmp_path / "weights.pth", tmp_path / "weights.pth", overwrite=True)
+    with pytest.raises(ConversionError, match="part of the source"):
+        to_hf(tmp_path / "weights.pth", tmp_path, overwrite=True)
+    assert (tmp_path / "model" / "config.json").read_bytes() == before
+
+
+def test_source_of_the_wrong_kind_is_refused(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "model")
+    for source in (tmp_path / "model", tmp_path / "model" / "model.safetensors"):
+        with pytest.raises(ConversionError, match=r"expected a \.pth file|part of the source"):
+            to_hf(source, tmp_path / "again")
+    with pytest.raises(ConversionError, match="expected a Hugging Face folder"):
+        to_torch(WEIGHTS, tmp_path / "back.pth")
+    os.mkfifo(tmp_path / "pipe.pth")
+    with pytest.raises(ConversionError, match="not a regular file"):
+        to_hf(tmp_path / "pipe.pth", tmp_path / "again")
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.fixture
+def existing(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "minimind"}')
+    return tmp_path / "model"
+
+
+def write(folder, content):
+    with written_whole(folder, WEIGHTS, True, is_folder=True) as draft:
+        (draft / "config.json").write_text(content)
+        if content == "unfinished":
+            raise Interrupted
+
+
+def assert_untouched(existing):
+    assert os.listdir(existing.parent) == ["model"]
+    assert (existing / "config.json").read_text() == '{"model_type": "minimind"}'
+
+
+def test_failure_leaves_the_existing_folder_and_no_draft(existing):
+    with pytest.raises(Interrupted):
+        write(existing, "unfinished")
+    assert_untouched(existing)
+
+
+def test_interrupt_between_the_renames_restores_the_folder(existing, monkeypatch):
+    rename = type(existing).rename
+
+    def rename_and_be_interrupted(path, target):
+        rename(path, target)
+        if target.name == "replaced":
+            raise Interrupted
+
+    monkeypatch.setattr(type(existing), "rename", rename_and_be_interrupted)
+    with pytest.raises(Interrupted):
+        write(existing, "finished")
+    assert_untouched(existing)
 
 
 def test_destination_of_the_wrong_kind_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ConversionError, match="is a file"):
+    with pytest.raises(ConversionError, match="not a folder"):
         to_hf(WEIGHTS, tmp_path / "file", overwrite=True)
     to_hf(WEIGHTS, tmp_path / "model")
-    with pytest.raises(ConversionError, match="is a folder"):
+    with pytest.raises(ConversionError, match="not a file"):
         to_torch(tmp_path / "model", tmp_path / "folder", overwrite=True)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_written_files_can_be_read_by_whoever_can_read_the_config(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "model")
+    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
 
 
 # Inspect and verify.
@@ -350,6 +471,23 @@ def test_describe_counts_tied_parameters_once(tensors):
         f"{expected + tensors['lm_head.weight'].numel():,}",
         "not tied",
     )
+
+
+def test_bare_checkpoint_is_compared_under_the_config_of_its_folder(tmp_path):
+    case = FIXTURES / "minimind3" / "moe-top2"
+    to_hf(case / "weights.pth", tmp_path / "model", config=case / "hf_config.json")
+    bare = load_for_comparison(case / "weights.pth", other=tmp_path / "model")
+    assert compare_logits(load_for_comparison(tmp_path / "model"), bare).max_difference == 0
+
+
+def test_folder_whose_config_does_not_fit_its_weights_is_not_loaded(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "good")
+    for change in ({"num_hidden_layers": 1}, {"num_hidden_layers": 10**9}, {"use_moe": True}, {"model_type": "llama"}):
+        shutil.copytree(tmp_path / "good", tmp_path / "bad", dirs_exist_ok=True)
+        config = json.loads((tmp_path / "good" / "config.json").read_text()) | change
+        (tmp_path / "bad" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConversionError):
+            load_for_comparison(tmp_path / "bad")
 
 
 def test_compare_logits_of_equal_and_of_different_models():
@@ -368,7 +506,7 @@ def test_kl_divergence_against_arithmetic():
 
         def __init__(self, probabilities):
             super().__init__()
-            self.config = tiny_config(vocab_size=2)
+            self.config = tiny_config(vocab_size=2, eos_token_id=1)
             self.logits = torch.tensor(probabilities).log()
 
         def forward(self, ids):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from accelerate import cpu_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from conftest import DENSE, MOE, tiny_config, tiny_model
+from conftest import DENSE, GOLDEN_CASES, MOE, tiny_config, tiny_model
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -307,6 +307,28 @@ def test_saved_folder_holds_these_files_and_no_others(model, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == SAVED_FILES
     for name in ("configuration_minimind.py", "modeling_minimind.py"):
         assert (tmp_path / name).read_bytes() == Path(minimind_hf.__file__).with_name(name).read_bytes()
+
+
+AUTO_CLASSES = {
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+}
+
+
+@pytest.mark.parametrize("model_class", [MiniMindModel, MiniMindForCausalLM])
+def test_saved_auto_map_names_the_files_beside_it_whatever_the_config_said(model_class, tmp_path):
+    reference = json.loads((GOLDEN_CASES[0] / "hf_config.json").read_text(encoding="utf-8"))
+    assert reference["auto_map"]["AutoConfig"] == "model_minimind.MiniMindConfig"
+    model_class(MiniMindConfig.from_dict(reference)).save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    assert set(auto_map) == AUTO_CLASSES
+    for name in auto_map.values():
+        module, class_name = name.split(".")
+        assert f"class {class_name}(" in (tmp_path / f"{module}.py").read_text(encoding="utf-8")
 
 
 def test_saved_generation_config_can_stop(tmp_path):

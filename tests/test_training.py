@@ -2,8 +2,9 @@ import pytest
 import torch
 from conftest import DENSE, MOE, tiny_config, tiny_model
 from torch.testing import assert_close
+from transformers import DynamicCache
 
-from minimind_hf import MiniMindForCausalLM
+from minimind_hf import MiniMindForCausalLM, MiniMindForTokenClassification
 from minimind_hf.modeling_minimind import CACHE
 
 both_kinds = pytest.mark.parametrize("kind", [DENSE, MOE], ids=["dense", "moe"])
@@ -46,6 +47,16 @@ def test_gradient_checkpointing_changes_no_gradient(kind, reentrant, dropout, in
     assert_close(given, expected, rtol=0, atol=1e-6)
 
 
+def test_gradient_checkpointing_leaves_a_given_cache_alone(model, input_ids):
+    _, expected = gradients(model, input_ids=input_ids, labels=input_ids)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    cache = DynamicCache(config=model.config)
+    outputs, given = gradients(model, input_ids=input_ids, labels=input_ids, **{CACHE: cache})
+    assert getattr(outputs, CACHE) is None
+    assert cache.get_seq_length() == 0
+    assert_close(given, expected, rtol=0, atol=1e-6)
+
+
 def test_gradient_checkpointing_runs_every_block_twice(model, input_ids):
     calls = []
     for layer in model.model.layers:
@@ -83,6 +94,10 @@ def test_loss_includes_the_balance_loss_in_training_only(input_ids):
     assert_close(trained.aux_loss, balance)
     assert_close(trained.loss, evaluated.loss + balance)
     assert trained.loss > evaluated.loss + 0.5
+    unasked = model(input_ids, labels=input_ids)
+    assert unasked.router_logits is None
+    assert_close(unasked.loss, trained.loss)
+    assert_close(unasked.aux_loss, trained.aux_loss)
 
 
 def test_balance_loss_of_even_routing_is_top_k_per_block(input_ids):
@@ -183,6 +198,30 @@ def test_dropout_of_the_attention_weights(input_ids):
     assert_close(dropped, torch.where(dropped == 0, 0, 2 * whole))
 
 
+@torch.no_grad()
+def test_dropout_of_the_attention_output(input_ids):
+    model = tiny_model(dropout=0.5, attention_dropout=0.0)
+    attention = model.model.layers[0].self_attn
+    embedded, positions = model.model.embed_tokens(input_ids), torch.arange(12)[None]
+    rotary, causal = model.model.rotary_emb(embedded, positions), torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    whole, _ = attention(embedded, rotary, causal)
+    torch.manual_seed(0)
+    dropped, _ = attention.train()(embedded, rotary, causal)
+    assert 0.3 < (dropped == 0).float().mean() < 0.7
+    assert_close(dropped, torch.where(dropped == 0, 0, 2 * whole))
+
+
+@torch.no_grad()
+def test_dropout_before_the_token_classifier(input_ids):
+    model = tiny_model(model_class=MiniMindForTokenClassification, dropout=0.5)
+    seen = []
+    model.score.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model.eval()(input_ids)
+    model.train()(input_ids)
+    assert (seen[0] != 0).all()
+    assert 0.3 < (seen[1] == 0).float().mean() < 0.7
+
+
 def unequal_micro_batches():
     """Eight rows that end in 0 to 7 ignored labels, split into parts of unequal size."""
     input_ids = torch.randint(3, 192, (8, 12), generator=torch.Generator().manual_seed(4))
@@ -247,6 +286,12 @@ def test_padding_does_not_change_the_balance_loss(input_ids):
         padded = model(torch.cat(parts, dim=1), attention_mask=torch.tensor([mask]))
         assert_close(padded.aux_loss, expected, rtol=0, atol=1e-5)
         assert (model(torch.cat(parts, dim=1)).aux_loss - expected).abs() > 1e-3
+
+
+def test_balance_loss_under_a_ready_mask(input_ids):
+    model = tiny_model(**BALANCED).train()
+    causal = torch.zeros(2, 1, 12, 12).masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf)
+    assert_close(model(input_ids, attention_mask=causal).aux_loss, model(input_ids).aux_loss)
 
 
 @both_kinds
