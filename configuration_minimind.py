@@ -151,7 +151,6 @@ class MiniMindConfig(PreTrainedConfig):
         self._resolve_rope(kwargs)
         if not self.flash_attn:
             kwargs.setdefault("attn_implementation", "eager")
-        kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
 
     @classmethod

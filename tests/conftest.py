@@ -14,7 +14,7 @@ from transformers.utils import logging
 from minimind_hf import MiniMindConfig, MiniMindForCausalLM
 
 logging.disable_progress_bar()
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
