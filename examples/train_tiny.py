@@ -151,7 +151,9 @@ def next_arithmetic_turn(rng, symbol, a, b):
 
 
 def count_turn(rng, first, last):
-    return rng.choice(COUNTS).format(first, last), ", ".join(str(number) for number in range(first, last + 1))
+    """The answer repeats the bounds, so that the number to stop at is always in the same place."""
+    numbers = ", ".join(str(number) for number in range(first, last + 1))
+    return rng.choice(COUNTS).format(first, last), f"{first} → {last}: {numbers}"
 
 
 def reverse_turn(rng, word):
@@ -210,7 +212,7 @@ def small_talk(rng):
     return [rng.choice(rng.choice(SMALL_TALK))]
 
 
-TASKS = {sum_or_difference: 15, multiplication: 2, count: 2, reversal: 3, capital: 1, small_talk: 1}  # with weights
+TASKS = {sum_or_difference: 12, multiplication: 2, count: 4, reversal: 6, capital: 1, small_talk: 1}  # with weights
 
 
 def messages_of(turns, system=None):
