@@ -8,7 +8,7 @@ OLDEST_TRANSFORMERS := transformers==5.16.1 'huggingface_hub>=1.31,<2'
 .PHONY: demo test test-oldest lint format tiny clean
 
 demo: ## install into a fresh environment, convert a .pth file, load it, answer three questions
-	rm -rf $(DEMO) demo
+	rm -rf $(DEMO) demo build
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -m pip install --quiet -c constraints.txt .
 	mkdir demo

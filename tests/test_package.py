@@ -22,9 +22,14 @@ def imports_of(path):
 
 
 def test_the_only_relative_import_is_of_the_configuration():
-    files = [path for path in ROOT.rglob("*.py") if not any(part.startswith(".") for part in path.parts)]
+    files = [ROOT / name for name in tracked_files() if name.endswith(".py")]
     relative = [(path.name, module) for path in files for module, level in imports_of(path) if level]
     assert relative == [("modeling_minimind.py", "configuration_minimind")]
+
+
+def tracked_files():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -62,8 +67,7 @@ def test_wheel_holds_the_package_and_the_tiny_model(tmp_path):
 
 def copy_of_the_tree(folder):
     """The files that git knows, so that building leaves nothing in the checkout."""
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in files:
+    for name in tracked_files():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
     return folder
