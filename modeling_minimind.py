@@ -407,7 +407,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
             `last_hidden_state` [B, S, H], and the cache.
 
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds.
+            ValueError: both or neither of input_ids and inputs_embeds; a cache under gradient checkpointing.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -416,7 +416,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
         hidden_states = F.dropout(inputs_embeds, p=self.config.dropout, training=self.training)  # [B, S, H]
 
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            cache = None  # the backward pass runs every block again, which would write to the cache twice
+            if cache is not None:
+                raise ValueError("gradient checkpointing runs every block twice: it cannot update a cache, pass none")
         elif use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if position_ids is None:

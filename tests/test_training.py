@@ -47,14 +47,12 @@ def test_gradient_checkpointing_changes_no_gradient(kind, reentrant, dropout, in
     assert_close(given, expected, rtol=0, atol=1e-6)
 
 
-def test_gradient_checkpointing_leaves_a_given_cache_alone(model, input_ids):
-    _, expected = gradients(model, input_ids=input_ids, labels=input_ids)
+def test_gradient_checkpointing_refuses_a_cache_instead_of_dropping_it(model, input_ids):
+    with torch.no_grad():
+        cache = getattr(model(input_ids), CACHE)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    cache = DynamicCache(config=model.config)
-    outputs, given = gradients(model, input_ids=input_ids, labels=input_ids, **{CACHE: cache})
-    assert getattr(outputs, CACHE) is None
-    assert cache.get_seq_length() == 0
-    assert_close(given, expected, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="cache"):
+        model.train()(input_ids, **{CACHE: cache})
 
 
 def test_gradient_checkpointing_runs_every_block_twice(model, input_ids):
