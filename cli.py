@@ -23,10 +23,14 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an ea
 def convert_to_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC.pth", help="A checkpoint of MiniMind's own training.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A folder whose tokenizer is copied along.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A folder whose tokenizer is copied along; generate needs one.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A config.json, for what the tensors cannot tell.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: as in the file.")] = None,
-    num_attention_heads: Annotated[int | None, typer.Option(help="Must agree with the tensors.")] = None,
+    num_attention_heads: Annotated[
+        int | None, typer.Option(help="What you expect; other tensors are refused.")
+    ] = None,
     overwrite: Overwrite = False,
 ):
     """Convert a .pth file to a Hugging Face folder."""
@@ -82,7 +86,7 @@ def verify_models(
 @app.command("generate")
 def generate_text(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
-    model: Annotated[Path, typer.Option(help="A model folder; default: the tiny model of the package.")] = TINY_MODEL,
+    model: Annotated[Path, typer.Option(help="A model folder.", show_default="the package's tiny model")] = TINY_MODEL,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens at the latest.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the random choices, where the temperature is above 0.")] = 0,

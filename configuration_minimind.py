@@ -107,9 +107,7 @@ class MiniMindConfig(PreTrainedConfig):
     intermediate_size: int | None = None  # width inside the feed-forward; default ceil(hidden_size * pi / 64) * 64
     num_hidden_layers: int = 8  # number of blocks
     num_attention_heads: int = 8  # query heads
-    num_key_value_heads: int | None = (
-        4  # key/value heads, each shared by a group of query heads; None: one per query head
-    )
+    num_key_value_heads: int | None = 4  # key/value heads, each shared by several query heads; None: as many
     head_dim: int | None = None  # size of one head; default hidden_size // num_attention_heads
     hidden_act: str = "silu"  # activation of the gated feed-forward
     max_position_embeddings: int = 32768  # longest sequence, in tokens
@@ -119,7 +117,7 @@ class MiniMindConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True  # lm_head shares the weight of embed_tokens
     rope_parameters: dict[str, Any] | None = None  # rotary embedding: rope_type, rope_theta and what the type needs
     inference_rope_scaling: bool | None = None  # MiniMind's yarn for long inputs; None: as rope_parameters say
-    dropout: float | int = 0.0  # probability, in training: embedding output, attention weights, attention output
+    dropout: float | int = 0.0  # probability, in training: embeddings, attention weights and output, token classifier
     attention_dropout: float | int | None = None  # probability for the attention weights alone; None: dropout
     flash_attn: bool = True  # False: the plain eager attention, unless attn_implementation says otherwise
     use_moe: bool = False  # a mixture of experts instead of one feed-forward per block
@@ -161,7 +159,10 @@ class MiniMindConfig(PreTrainedConfig):
         return super().from_dict({**config_dict, **given}, **kwargs)
 
     def validate_minimind(self):
-        """Check everything once more, since attributes may have changed: models do it, and `save_pretrained` does."""
+        """Check everything once more, since attributes may have changed: every model does it when it is made.
+
+        `@strict` runs each method named `validate_…`: after construction, and when `save_pretrained` asks for it.
+        """
         self._refuse_bad_sizes()
         self._refuse_bad_combinations()
         refuse_bad_rope(self.rope_parameters)
@@ -288,7 +289,7 @@ def refuse_older_generations(keys):
 
 
 def refuse_unsupported_features(keys):
-    """Raise where a key asks for something that MiniMind does not have, instead of ignoring it."""
+    """Raise where a key asks for something that MiniMind does not have, or would damage the config itself."""
     for key, neutral in NEUTRAL_VALUES.items():
         if keys.get(key, neutral) != neutral:
             raise ValueError(f"{key}={keys[key]!r}: MiniMind supports only {key}={neutral!r}")

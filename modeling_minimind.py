@@ -102,10 +102,9 @@ class MiniMindRotaryEmbedding(nn.Module):
         return compute(self.config, device)
 
     def _apply(self, function, recurse=True):
-        """Follow the model to another device with exact frequencies.
+        """Compute the frequencies again whenever `.half()`, `.to(…)` or `to_empty` changes the model.
 
-        Casting them to half precision along with the weights would spoil far positions, and leaving the meta device
-        (`to_empty`) would fill them with garbage.
+        In half precision they would spoil far positions, and leaving the meta device would fill them with garbage.
         """
         super()._apply(function, recurse)
         if not self.inv_freq.is_meta:
@@ -178,6 +177,7 @@ class MiniMindAttention(nn.Module):
         cos, sin = position_embeddings
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if isinstance(cache, Cache) or (cache is not None and CACHE == "cache"):
+            # The cache of continuous batching takes from kwargs where to read and write.
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)  # [B, K, L, D]
         elif cache is not None:
             kwargs["cache"] = cache  # kept for continuous batching before 5.24: its attention functions update it
@@ -206,7 +206,7 @@ class MiniMindMLP(nn.Module):
 
 
 class MiniMindTopKRouter(nn.Module):
-    """Choose k experts for each token and the weights of their outputs."""
+    """Choose k experts for each token: returns the logits [T, E], the weights and the indices of the chosen [T, k]."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
@@ -285,7 +285,18 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+# What the model card of each model says: the Auto class that loads it, and its task.
+CARD_TASKS = {
+    "MiniMindForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "MiniMindForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "MiniMindForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "MiniMindForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+}
+
+
 class MiniMindPreTrainedModel(PreTrainedModel):
+    """What all models below share: what transformers may do with them, fresh weights, saving."""
+
     config: MiniMindConfig
     config_class = MiniMindConfig
     base_model_prefix = "model"
@@ -297,8 +308,10 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    # Outputs that hooks collect on request (`output_hidden_states=True`, …), so that no forward has to pass them on:
+    # `@capture_outputs` adds them to what the trunk returns.
     _can_record_outputs = {
-        "router_logits": OutputRecorder(MiniMindTopKRouter, index=0),
+        "router_logits": OutputRecorder(MiniMindTopKRouter, index=0),  # the first of what the router returns
         "hidden_states": MiniMindDecoderLayer,
         "attentions": MiniMindAttention,
     }
@@ -341,29 +354,31 @@ class MiniMindPreTrainedModel(PreTrainedModel):
         experts = f", {config.num_experts} experts, {config.num_experts_per_tok} per token" if config.use_moe else ""
         tags = dict.fromkeys(["minimind", *(self.model_tags or []), *tags])  # each once, in this order
         tag_lines = "\n".join(f"- {tag}" for tag in tags)
+        auto_class, task = CARD_TASKS.get(type(self).__name__, ("AutoModel", "feature-extraction"))
         return f"""---
 license: apache-2.0
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {task}
 tags:
 {tag_lines}
 ---
 
 # {"MiniMind, mixture of experts" if config.use_moe else "MiniMind"}
 
-A [MiniMind](https://github.com/jingyaogong/minimind) language model: {self.num_parameters():,} parameters,
+A [MiniMind](https://github.com/jingyaogong/minimind) model for {task}: {self.num_parameters():,} parameters,
 {config.num_hidden_layers} blocks, hidden size {config.hidden_size}, {config.num_attention_heads} query heads,
 {config.num_key_value_heads} key/value heads, vocabulary {config.vocab_size}{experts}.
 
 ```python
-from transformers import pipeline
+from transformers import AutoTokenizer, {auto_class}
 
-generator = pipeline("text-generation", "PATH_OR_REPOSITORY", trust_remote_code=True)
-print(generator([{{"role": "user", "content": "你好"}}])[0]["generated_text"][-1]["content"])
+name = "PATH_OR_REPOSITORY"
+model = {auto_class}.from_pretrained(name, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
 ```
 
-`trust_remote_code=True` runs the two Python files of this repository. With the package `minimind-hf` installed,
-`import minimind_hf` takes their place.
+`transformers.pipeline("{task}", name, trust_remote_code=True)` does both. `trust_remote_code=True` runs the two Python
+files of this repository. With the package `minimind-hf` installed, `import minimind_hf` takes their place.
 """
 
 
@@ -380,8 +395,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
         self.post_init()
 
     @accept_past_key_values
-    @merge_with_config_defaults
-    @capture_outputs
+    @merge_with_config_defaults  # use_cache
+    @capture_outputs  # see _can_record_outputs
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -449,7 +464,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
 
 def load_balancing_loss(router_logits, top_k: int, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """How unevenly tokens are spread over the experts: `top_k` for each block where they are spread evenly.
+    """How unevenly tokens are spread over the experts; an even spread gives `top_k` for each block.
 
     For one block: E * sum over experts of (choices of this expert per token) * (its mean probability), as in Switch
     Transformers (arXiv:2101.03961), equation 4; the blocks are summed. Padding does not count.
@@ -487,7 +502,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @accept_past_key_values
-    @can_return_tuple
+    @can_return_tuple  # return_dict=False
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -504,14 +519,16 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         """Predict the next token at every position. Arguments not listed here are those of `MiniMindModel`.
 
         Args:
-            labels: token ids [B, S], -100 where no loss is wanted; shifted here, so pass them as they stand.
+            labels: token ids [B, S], -100 where no loss is wanted; shifted here, so pass them as they stand, and keep
+                all the logits.
             output_router_logits: return the router logits of every block, and the balance loss.
             logits_to_keep: compute the logits of the last so many positions only (0: all), of these positions [P], of
                 these positions of each row [B, P], or of those that a boolean mask [B, S] selects.
 
         Returns:
-            `logits` [B, S, V]; `loss`, the mean cross entropy over the labels and, in training a mixture of experts,
-            the weighted balance loss; `aux_loss`, that balance loss alone; the cache, and what else was asked for.
+            `logits` [B, S, V], or of the positions kept; `loss`, the mean cross entropy over the labels; `aux_loss`,
+            the weighted balance loss of a mixture of experts, in training or where router logits are asked for (in
+            training `loss` includes it); the cache, and what else was asked for.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -526,7 +543,9 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             output_router_logits=self.config.use_moe and (output_router_logits or balances_experts),
             **kwargs,
         )
-        logits = self.lm_head(keep_positions(outputs.last_hidden_state, logits_to_keep))  # [B, S, V]
+        logits = self.lm_head(
+            keep_positions(outputs.last_hidden_state, logits_to_keep)
+        )  # [B, S, V], or fewer positions
 
         loss = aux_loss = None
         if labels is not None:
@@ -565,7 +584,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
     """Select the positions of hidden_states [B, S, H] whose logits are wanted; see `MiniMindForCausalLM.forward`."""
     if isinstance(logits_to_keep, int):
-        return hidden_states[:, -logits_to_keep:]
+        return hidden_states[:, -logits_to_keep:]  # all of them for 0, since -0 is 0
     if logits_to_keep.dim() == 1:
         return hidden_states[:, logits_to_keep]
     if logits_to_keep.dtype == torch.bool:

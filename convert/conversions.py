@@ -119,7 +119,7 @@ def build_config(tensors, source, config_path=None, flags=None) -> MiniMindConfi
     known["tie_word_embeddings"] = is_tied(tensors)
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
 
-    for values, origin in ((given, config_path), (flags, "the command line")):
+    for values, origin in ((given, config_path), (flags, "the arguments")):
         for name, value in known.items():
             untied_on_purpose = name == "tie_word_embeddings" and value and values.get(name) is False
             if untied_on_purpose and "lm_head.weight" in tensors:

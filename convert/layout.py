@@ -79,6 +79,10 @@ def recognise_generation(tensors: dict[str, torch.Tensor]) -> str:
     for generation, telltale in GENERATIONS.items():
         if telltale in tensors:
             return generation
+    if any(".lora." in name for name in tensors):
+        raise ConversionError(
+            "this is a LoRA of a MiniMind model, not the model itself: convert the model it belongs to"
+        )
     raise ConversionError(
         f"these are not the tensors of a MiniMind model: expected one of {', '.join(GENERATIONS.values())}, "
         f"found {some_names(tensors) or 'no tensor at all'}"

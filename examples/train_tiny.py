@@ -1,4 +1,4 @@
-"""Train MiniMind-tiny, a chat model that a CPU trains in minutes, and save it as a Hugging Face folder.
+"""Train MiniMind-tiny, a chat model that a CPU trains in half an hour, and save it as a Hugging Face folder.
 
     python examples/train_tiny.py --output assets/minimind-tiny
 

@@ -68,7 +68,7 @@ BAD_INPUT = {
     "not a checkpoint": (["convert", "to-hf", __file__, "model"], "test_cli.py"),
     "contradicting flag": (
         ["convert", "to-hf", WEIGHTS, "model", "--num-attention-heads", "8"],
-        "--num-attention-heads is 8 in the command line, but the tensors",
+        "--num-attention-heads is 8 in the arguments, but the tensors",
     ),
     "missing config": (["convert", "to-hf", WEIGHTS, "model", "--config", "no.json"], "no.json"),
     "missing tokenizer": (["convert", "to-hf", WEIGHTS, "model", "--tokenizer", "nowhere"], "nowhere"),

@@ -194,6 +194,7 @@ BROKEN = {
     "not a tensor": (changed(epoch=3), "'epoch' is the name of a int"),
     "empty": (lambda tensors: {}, "no tensor at all"),
     "another model": (lambda tensors: {"transformer.wte.weight": torch.ones(2, 2)}, "transformer.wte.weight"),
+    "a LoRA": (lambda tensors: {"model.layers.0.self_attn.q_proj.lora.A.weight": torch.ones(2, 2)}, "LoRA"),
     "empty embedding": (changed(model__embed_tokens__weight=torch.ones(192, 0)), "embed_tokens"),
     "MiniMind2": (lambda tensors: {k: v for k, v in tensors.items() if "_norm." not in k}, "MiniMind2"),
     "a list": (lambda tensors: list(tensors.values()), "holds a list"),

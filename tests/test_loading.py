@@ -402,3 +402,11 @@ def test_push_to_hub_keeps_the_tags_it_is_given(model, pushed):
     model.push_to_hub("someone/minimind", tags=["mine"])
     header = yaml.safe_load(pushed[0]["README.md"].decode().split("---\n")[1])
     assert {"minimind", "mine"} <= set(header["tags"])
+
+
+def test_card_names_the_task_of_the_head(tmp_path):
+    model = tiny_model(model_class=MiniMindForSequenceClassification)
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained" in card

@@ -7,7 +7,7 @@ import sys
 
 import torch
 from conftest import FIXTURES, ROOT
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minimind_hf import MiniMindConfig
 from minimind_hf.convert import to_torch
@@ -18,13 +18,15 @@ def test_python_blocks_run(tmp_path):
     (tmp_path / "path" / "to" / "minimind").mkdir(parents=True)
     shutil.copytree(FIXTURES / "tokenizer", tmp_path / "path" / "to" / "minimind" / "model")
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(MiniMindConfig(hidden_size=64)).save_pretrained(tmp_path / "random")
-    to_torch(tmp_path / "random", tmp_path / "full_sft_768.pth")
+    AutoModelForCausalLM.from_config(MiniMindConfig(hidden_size=64)).save_pretrained(tmp_path / "my-minimind")
+    to_torch(tmp_path / "my-minimind", tmp_path / "full_sft_768.pth")
+    AutoTokenizer.from_pretrained(FIXTURES / "tokenizer").save_pretrained(tmp_path / "my-minimind")
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    use, pipe, remote, convert = blocks
-    program = "\n".join([use, pipe, convert, remote])  # convert makes the folder that the remote-code block loads
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert len(blocks) == 4
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert lines[0] == "12 + 30 = 42"

@@ -2,7 +2,6 @@ import pytest
 import torch
 from conftest import DENSE, MOE, tiny_config, tiny_model
 from torch.testing import assert_close
-from transformers import DynamicCache
 
 from minimind_hf import MiniMindForCausalLM, MiniMindForTokenClassification
 from minimind_hf.modeling_minimind import CACHE
