@@ -26,6 +26,16 @@ needs_facts = pytest.mark.skipif(
     not FACTS.exists(), reason=f"the trained checkpoints are not at {FACTS}; MINIMIND_FIXTURES names another folder"
 )
 
+# What a saved causal language model consists of.
+SAVED_FILES = {
+    "README.md",
+    "config.json",
+    "configuration_minimind.py",
+    "generation_config.json",
+    "model.safetensors",
+    "modeling_minimind.py",
+}
+
 DENSE = {}
 MOE = {"use_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from accelerate import cpu_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from conftest import DENSE, GOLDEN_CASES, MOE, tiny_config, tiny_model
+from conftest import DENSE, GOLDEN_CASES, MOE, SAVED_FILES, tiny_config, tiny_model
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -19,14 +19,6 @@ from minimind_hf import MiniMindConfig, MiniMindForCausalLM, MiniMindForSequence
 
 both_kinds = pytest.mark.parametrize("kind", [DENSE, MOE], ids=["dense", "moe"])
 
-SAVED_FILES = {
-    "README.md",
-    "config.json",
-    "configuration_minimind.py",
-    "generation_config.json",
-    "model.safetensors",
-    "modeling_minimind.py",
-}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 THETA = 1e6
