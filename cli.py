@@ -103,7 +103,8 @@ def stream_answer(folder: Path, prompt: str, max_new_tokens: int, temperature: f
     """
     from transformers import TextStreamer, set_seed
 
-    from minimind_hf.convert.conversions import load_folder, load_tokenizer
+    from minimind_hf.convert.loading import load_folder
+    from minimind_hf.convert.tokenizer import load_tokenizer
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a model folder: `minimind convert to-hf` makes one of a .pth file")

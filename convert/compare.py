@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from minimind_hf.convert.conversions import build_config, build_model, load_folder
-from minimind_hf.convert.files import read_json, read_tensors
-from minimind_hf.convert.layout import ConversionError
+from minimind_hf.convert.checkpoint import load_checkpoint
+from minimind_hf.convert.files import progress, read_json
+from minimind_hf.convert.layout import ConversionError, some_names
+from minimind_hf.convert.loading import build_model, load_folder
 
 
 @dataclass
@@ -32,8 +33,7 @@ def load_for_comparison(path: Path, other: Path | None = None, dtype: torch.dtyp
     config = Path(other) / "config.json" if other is not None else None
     if config is not None and not (config.is_file() and read_json(config).get("model_type") == "minimind"):
         config = None
-    tensors = read_tensors(path)
-    return build_model(tensors, build_config(tensors, path, config), dtype="float32").to(dtype)
+    return build_model(load_checkpoint(path, config), dtype)
 
 
 @torch.no_grad()
@@ -59,3 +59,13 @@ def compare_logits(first, second, batch_size: int = 4, length: int = 64, seed: i
         kl_divergence=F.kl_div(*reversed(log_probabilities), log_target=True, reduction="sum").item() / ids.numel(),
         positions=ids.numel(),
     )
+
+
+def compare_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
+    """Check that two dicts hold the same names and bits, and say how much was compared."""
+    if found.keys() != expected.keys():
+        raise ConversionError(f"verification failed, names differ: {some_names(found.keys() ^ expected.keys())}")
+    for name, tensor in progress(expected.items(), "Verifying"):
+        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
+            raise ConversionError(f"verification failed: {name} differs from the source")
+    return f"{len(expected)} tensors with {sum(tensor.numel() for tensor in expected.values()):,} values"

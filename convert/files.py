@@ -6,10 +6,12 @@ import shutil
 import tempfile
 import zipfile
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minimind_hf.convert.layout import ConversionError, clean_names
@@ -124,6 +126,18 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def write_safetensors(tensors: dict[str, torch.Tensor], path: Path):
+    """Write one safetensors file, straight from the memory of the tensors."""
+    written, own = {}, set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        # safetensors takes neither two tensors in one memory nor strides.
+        shares = memory in own or tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+        written[name] = tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
+        own.add(memory)
+    save_file(written, path, metadata={"format": "pt"})
+
+
 def check_values(tensors: dict, path: Path) -> dict[str, torch.Tensor]:
     """Return the dict if it holds nothing but finite floating-point tensors under string names."""
     for name, tensor in progress(tensors.items(), "Reading"):
@@ -162,8 +176,24 @@ def unique_keys(pairs: list[tuple]) -> dict:
     return dict(pairs)
 
 
+@dataclass(frozen=True)
+class Output:
+    """A kind of result, and what shows that an existing one came from a conversion, so that it may be replaced."""
+
+    marker: str | None = None  # a file that every such folder holds; None: the result is one file, not a folder
+    model_type: str | None = None  # what "model_type" in the marker must be
+
+    @property
+    def noun(self) -> str:
+        return "folder" if self.marker else "file"
+
+
+FILE = Output()
+MINIMIND_FOLDER = Output("config.json", "minimind")
+
+
 @contextmanager
-def written_whole(destination: Path, source: Path, overwrite: bool, is_folder: bool):
+def written_whole(destination: Path, sources: list[Path], overwrite: bool, output: Output):
     """Give a path beside the destination to write to, and rename it once the block has ended without an error.
 
     A model card in a folder that is replaced is kept.
@@ -172,22 +202,23 @@ def written_whole(destination: Path, source: Path, overwrite: bool, is_folder: b
         ConversionError: see `check_destination`; or a file of the folder that is replaced would be lost.
     """
     destination = Path(destination)
-    check_destination(destination, source, overwrite, is_folder)
+    check_destination(destination, sources, overwrite, output)
     destination.parent.mkdir(parents=True, exist_ok=True)
     workplace = Path(tempfile.mkdtemp(prefix=f".{destination.name[:40]}.", dir=destination.parent))
     replaced = workplace / "replaced"
     try:
         draft = workplace / destination.name
-        if is_folder:
+        if output.marker:
             draft.mkdir()
             if (destination / "README.md").exists():
                 shutil.copyfile(destination / "README.md", draft / "README.md")
         yield draft
-        if is_folder:
+        if output.marker:
             check_nothing_is_lost(destination, draft)
             for file in draft.iterdir():  # safetensors writes files that only their owner may read
-                shutil.copymode(draft / "config.json", file)
-        if is_folder and destination.exists():
+                if file.is_file():
+                    shutil.copymode(draft / output.marker, file)
+        if output.marker and destination.exists():
             destination.rename(replaced)
         draft.replace(destination)
     finally:
@@ -196,22 +227,28 @@ def written_whole(destination: Path, source: Path, overwrite: bool, is_folder: b
         shutil.rmtree(workplace, ignore_errors=True)
 
 
-def check_destination(destination: Path, source: Path, overwrite: bool, is_folder: bool):
+def check_destination(destination: Path, sources: list[Path], overwrite: bool, output: Output):
     """Raise a ConversionError where writing to the destination would lose something of the user's."""
-    kind = "folder" if is_folder else "file"
+    destination = Path(destination)
     if not destination.name or destination.is_symlink():
-        raise ConversionError(f"{destination} cannot be replaced: name a new {kind}")
-    here, there = destination.resolve(), Path(source).resolve()
-    if here == there or here in there.parents or there in here.parents:
-        raise ConversionError(f"{destination} would replace a part of the source {source}: name another {kind}")
+        raise ConversionError(f"{destination} cannot be replaced: name a new {output.noun}")
+    here = destination.resolve()
+    for source in sources:
+        there = Path(source).resolve()
+        if here == there or here in there.parents or there in here.parents:
+            raise ConversionError(
+                f"{destination} would replace a part of the source {source}: name another {output.noun}"
+            )
+    is_folder = output.marker is not None
     if not destination.exists() or (is_folder and destination.is_dir() and not any(destination.iterdir())):
         return
     if not (destination.is_dir() if is_folder else destination.is_file()):
-        raise ConversionError(f"{destination} exists and is not a {kind}: name another destination")
+        raise ConversionError(f"{destination} exists and is not a {output.noun}: name another destination")
     if not overwrite:
         raise ConversionError(f"{destination} exists: pass --overwrite to replace it")
-    if is_folder and read_json(destination / "config.json").get("model_type") != "minimind":
-        raise ConversionError(f"{destination} is not a MiniMind folder, so --overwrite leaves it alone")
+    if is_folder and read_json(destination / output.marker).get("model_type") != output.model_type:
+        kind = f"a {output.model_type} model folder" if output.model_type else f"a folder with {output.marker}"
+        raise ConversionError(f"{destination} is not {kind}, so --overwrite leaves it alone")
 
 
 def check_nothing_is_lost(destination: Path, draft: Path):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minimind_hf.convert.conversions import build_config, is_tied
+from minimind_hf.convert.checkpoint import build_config, is_tied
 from minimind_hf.convert.files import read_tensors
 from minimind_hf.convert.layout import recognise_generation
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from minimind_hf.convert import ConversionError, to_hf, to_torch
 from minimind_hf.convert.compare import compare_logits, load_for_comparison
-from minimind_hf.convert.files import written_whole
+from minimind_hf.convert.files import MINIMIND_FOLDER, written_whole
 from minimind_hf.convert.inspection import describe
 from minimind_hf.convert.layout import clean_names, expected_shapes, fuse_experts
 
@@ -405,7 +405,7 @@ def existing(tmp_path):
 
 
 def write(folder, content):
-    with written_whole(folder, WEIGHTS, True, is_folder=True) as draft:
+    with written_whole(folder, [WEIGHTS], True, MINIMIND_FOLDER) as draft:
         (draft / "config.json").write_text(content)
         if content == "unfinished":
             raise Interrupted
