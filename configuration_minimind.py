@@ -43,7 +43,6 @@ NEUTRAL_VALUES = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "mlp_bias": False,
-    "n_shared_experts": 0,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
     "qkv_bias": False,
@@ -53,8 +52,22 @@ NEUTRAL_VALUES = {
     "use_sliding_window": False,
 }
 
-# Keys that only the configs of older generations hold.
-OLDER_GENERATIONS = {"dim": "early MiniMind2 or MiniMind v1", "n_routed_experts": "MiniMind2"}
+# MiniMind2's own spelling of keys, and the values that its configs take for granted. See `from_minimind2`.
+MINIMIND2_KEYS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+MINIMIND2_DEFAULTS = {
+    "hidden_size": 512,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "use_qk_norm": False,
+    "rms_norm_scale_in_float32": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "seq_aux": True,
+}
+
+# Keys that only the configs of an early MiniMind2 and of MiniMind v1 hold.
+EARLY_KEYS = ("dim", "n_layers")
 
 
 @strict
@@ -62,7 +75,8 @@ class MiniMindConfig(PreTrainedConfig):
     """Every size and switch of a MiniMind model.
 
     The defaults are those of the published MiniMind-3 (64M parameters). Keys that are not listed here are kept and
-    written back by `save_pretrained`. The old spelling `rope_theta` + `rope_scaling` is understood as well.
+    written back by `save_pretrained`. The old spelling `rope_theta` + `rope_scaling` is understood as well, and
+    `from_pretrained` and `from_dict` understand the published configs of MiniMind2.
 
     Raises:
         ValueError: a value is impossible, contradicts another one, or asks for a feature that MiniMind lacks.
@@ -95,6 +109,9 @@ class MiniMindConfig(PreTrainedConfig):
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.shared_experts.*.gate_proj": "colwise",
+        "layers.*.mlp.shared_experts.*.up_proj": "colwise",
+        "layers.*.mlp.shared_experts.*.down_proj": "rowwise",
     }
     base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -113,6 +130,8 @@ class MiniMindConfig(PreTrainedConfig):
     max_position_embeddings: int = 32768  # longest sequence, in tokens
     initializer_range: float = 0.02  # standard deviation of fresh weights
     rms_norm_eps: float = 1e-6  # added to the mean square inside every RMSNorm
+    rms_norm_scale_in_float32: bool = True  # cast after the norm's weight is applied; MiniMind2 casts before
+    use_qk_norm: bool = True  # norm every head's query and key; MiniMind2 does not
     use_cache: bool = True  # return keys and values, so that the next token needs no second pass over the prompt
     tie_word_embeddings: bool = True  # lm_head shares the weight of embed_tokens
     rope_parameters: dict[str, Any] | None = None  # rotary embedding: rope_type, rope_theta and what the type needs
@@ -125,14 +144,16 @@ class MiniMindConfig(PreTrainedConfig):
     num_experts_per_tok: int = 1  # experts that each token is sent to (top-k)
     moe_intermediate_size: int | None = None  # width inside one expert; default intermediate_size
     norm_topk_prob: bool = True  # scale the weights of the chosen experts to sum to one
+    num_shared_experts: int = 0  # experts that every token passes through besides; MiniMind2 has one
     router_aux_loss_coef: float | int = 5e-4  # weight of the load-balancing loss; 0 switches it off
+    seq_aux: bool = False  # balance the experts within each sequence, not over the batch; MiniMind2 does
     output_router_logits: bool = False  # return the router logits of every block
     bos_token_id: int | None = 1  # <|im_start|>
     eos_token_id: int | list[int] | None = 2  # <|im_end|>
     pad_token_id: int | None = 0  # <|endoftext|>
 
     def __post_init__(self, **kwargs):
-        refuse_older_generations(kwargs)
+        refuse_older_spelling(kwargs)
         refuse_unsupported_features(kwargs)
         self._refuse_bad_sizes()
 
@@ -153,9 +174,14 @@ class MiniMindConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As in transformers, but values given while loading are resolved and checked like those of the file."""
+        """As in transformers, but values given while loading are resolved and checked like those of the file.
+
+        A config of MiniMind2 is translated.
+        """
         known = {field.name for field in fields(cls)} | {"rope_theta", "rope_scaling"}
         given = {name: kwargs.pop(name) for name in known & kwargs.keys() - {"dtype"}}
+        if "n_routed_experts" in config_dict and not any(key in config_dict for key in EARLY_KEYS):
+            config_dict = from_minimind2(config_dict, top_k=given.get("num_experts_per_tok"))
         return super().from_dict({**config_dict, **given}, **kwargs)
 
     def validate_minimind(self):
@@ -192,7 +218,7 @@ class MiniMindConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}={value}: it must be positive and finite")
-        for name in ("initializer_range", "router_aux_loss_coef"):
+        for name in ("initializer_range", "num_shared_experts", "router_aux_loss_coef"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value}: it must be zero or positive, and finite")
@@ -281,11 +307,52 @@ def is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def refuse_older_generations(keys):
-    """Raise for the keys of a generation whose weights this model would compute wrongly."""
-    for key, generation in OLDER_GENERATIONS.items():
-        if key in keys:
-            raise ValueError(f"{key!r} in the config: this is {generation}, and only MiniMind-3 is supported so far")
+def from_minimind2(values: dict, top_k: int | None = None) -> dict:
+    """Translate a MiniMind2 config to the keys of `MiniMindConfig`, and complete it with that generation's defaults.
+
+    Args:
+        values: MiniMind2's config; keys may be renamed already.
+        top_k: experts per token, where it is not what `values` say.
+
+    Raises:
+        ValueError: two spellings of one key contradict each other.
+    """
+    renamed = {key: value for key, value in values.items() if key not in (*MINIMIND2_KEYS, "aux_loss_alpha")}
+    for old, new in MINIMIND2_KEYS.items():
+        if old in values and renamed.setdefault(new, values[old]) != values[old]:
+            raise ValueError(f"{old}={values[old]} contradicts {new}={renamed[new]} in one config")
+    config = {**MINIMIND2_DEFAULTS, **renamed}
+    if config["num_shared_experts"] is None:
+        config["num_shared_experts"] = 0
+    if config.get("intermediate_size") is None and isinstance(config["hidden_size"], int):
+        config["intermediate_size"] = math.ceil(int(8 * config["hidden_size"] / 3) / 64) * 64
+    config.setdefault("moe_intermediate_size", config.get("intermediate_size"))
+
+    top_k = config["num_experts_per_tok"] if top_k is None else top_k
+    if top_k == 1:  # MiniMind2 normalises the weights of several experts, but not that of a single one
+        config["norm_topk_prob"] = False
+    alpha = values.get("aux_loss_alpha", 0.01)
+    if is_number(alpha) and is_number(top_k) and top_k > 0:
+        alpha = alpha / top_k  # MiniMind2 averages the load over the k choices of a token, MiniMind-3 adds them up
+    if "aux_loss_alpha" in values or "router_aux_loss_coef" not in config:
+        config["router_aux_loss_coef"] = alpha
+    return config
+
+
+def refuse_older_spelling(keys):
+    """Raise for keys of older generations, which would be ignored here."""
+    early = [key for key in EARLY_KEYS if key in keys]
+    if early:
+        raise ValueError(
+            f"{early[0]!r} in the config: this is an early MiniMind2 or a MiniMind v1, whose tensors have other names "
+            "and another order. `minimind convert to-hf` makes a folder of it that loads"
+        )
+    minimind2 = [key for key in (*MINIMIND2_KEYS, "aux_loss_alpha") if key in keys]
+    if minimind2:
+        raise ValueError(
+            f"{minimind2[0]!r} is MiniMind2's spelling: MiniMindConfig.from_dict translates a whole config of "
+            "MiniMind2 (one with n_routed_experts)"
+        )
 
 
 def refuse_unsupported_features(keys):

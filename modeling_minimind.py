@@ -63,19 +63,26 @@ def accept_past_key_values(forward):
 class MiniMindRMSNorm(nn.Module):
     """Divide the last dimension by its root mean square, then scale it (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6):
+    def __init__(self, hidden_size: int, eps: float = 1e-6, scale_in_float32: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.variance_epsilon = eps
+        self.scale_in_float32 = scale_in_float32
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # In float32 up to the one cast at the end: squares overflow in float16 and lose digits in bfloat16.
+        # In float32 up to the one cast: squares overflow in float16 and lose digits in bfloat16.
         values = hidden_states.float()
         values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight.float() * values).to(hidden_states.dtype)
+        if self.scale_in_float32:
+            return (self.weight.float() * values).to(hidden_states.dtype)
+        return self.weight * values.to(hidden_states.dtype)
 
     def extra_repr(self):
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"
+
+
+def make_norm(config: MiniMindConfig, size: int) -> MiniMindRMSNorm:
+    return MiniMindRMSNorm(size, config.rms_norm_eps, config.rms_norm_scale_in_float32)
 
 
 class MiniMindRotaryEmbedding(nn.Module):
@@ -148,7 +155,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 class MiniMindAttention(nn.Module):
-    """Causal self-attention; groups of N / K query heads share a key/value head; queries and keys are normed."""
+    """Causal self-attention; groups of N / K query heads share a key/value head; `use_qk_norm` norms every head."""
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
@@ -164,8 +171,8 @@ class MiniMindAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
-        self.q_norm = MiniMindRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = MiniMindRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = make_norm(config, self.head_dim) if config.use_qk_norm else nn.Identity()
+        self.k_norm = make_norm(config, self.head_dim) if config.use_qk_norm else nn.Identity()
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs):
         batch_and_sequence = hidden_states.shape[:-1]
@@ -194,11 +201,11 @@ class MiniMindAttention(nn.Module):
 class MiniMindMLP(nn.Module):
     """The gated feed-forward of SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, config: MiniMindConfig):
+    def __init__(self, config: MiniMindConfig, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -256,17 +263,23 @@ class MiniMindExperts(nn.Module):
 
 
 class MiniMindSparseMoeBlock(nn.Module):
-    """A mixture of experts: every token passes through the k experts that the router chooses for it."""
+    """A mixture of experts: a token passes through the k that the router chooses for it, and all the shared ones."""
 
     def __init__(self, config: MiniMindConfig):
         super().__init__()
         self.gate = MiniMindTopKRouter(config)
         self.experts = MiniMindExperts(config)
+        self.shared_experts = nn.ModuleList(
+            MiniMindMLP(config, config.moe_intermediate_size) for _ in range(config.num_shared_experts)
+        )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         _, top_k_weights, top_k_index = self.gate(tokens)
-        return self.experts(tokens, top_k_index, top_k_weights).reshape(hidden_states.shape)
+        output = self.experts(tokens, top_k_index, top_k_weights).reshape(hidden_states.shape)
+        for shared_expert in self.shared_experts:
+            output = output + shared_expert(hidden_states)
+        return output
 
 
 class MiniMindDecoderLayer(GradientCheckpointingLayer):
@@ -274,10 +287,10 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: MiniMindConfig, layer_idx: int):
         super().__init__()
-        self.input_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = MiniMindAttention(config, layer_idx)
-        self.post_attention_layernorm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MiniMindSparseMoeBlock(config) if config.use_moe else MiniMindMLP(config)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.mlp = MiniMindSparseMoeBlock(config) if config.use_moe else MiniMindMLP(config, config.intermediate_size)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         attention_output, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
@@ -308,6 +321,8 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    # Position tables and causal masks of old files; this model computes its own.
+    _keys_to_ignore_on_load_unexpected = [r"(^|\.)(freqs_cos|freqs_sin|pos_cis|mask)$"]
     # Outputs that hooks collect on request (`output_hidden_states=True`, …), so that no forward has to pass them on:
     # `@capture_outputs` adds them to what the trunk returns.
     _can_record_outputs = {
@@ -389,7 +404,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MiniMindDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = MiniMindRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = make_norm(config, config.hidden_size)
         self.rotary_emb = MiniMindRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -463,7 +478,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
 
-def load_balancing_loss(router_logits, top_k: int, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+def load_balancing_loss(
+    router_logits, top_k: int, attention_mask: torch.Tensor, per_sequence: bool = False
+) -> torch.Tensor:
     """How unevenly tokens are spread over the experts; an even spread gives `top_k` for each block.
 
     For one block: E * sum over experts of (choices of this expert per token) * (its mean probability), as in Switch
@@ -472,19 +489,19 @@ def load_balancing_loss(router_logits, top_k: int, attention_mask: torch.Tensor 
     Args:
         router_logits: one tensor [T, E] for each block.
         top_k: experts per token.
-        attention_mask: 1 for tokens and 0 for padding [B, S]; None where nothing is padded.
+        attention_mask: 1 for tokens and 0 for padding [B, S].
+        per_sequence: the mean of the losses of the sequences, as in DeepSeek-V2 (arXiv:2405.04434), not of the batch.
     """
+    groups = attention_mask if per_sequence else attention_mask.reshape(1, -1)  # [G, T / G]
     total = torch.zeros((), device=router_logits[0].device)
     for logits in router_logits:
         probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)  # [T, E]
         chosen = probabilities.topk(top_k, dim=-1).indices  # [T, k]
         choices = F.one_hot(chosen, logits.shape[-1]).sum(dim=1).float()  # [T, E]
-        if attention_mask is None:
-            load, probability = choices.mean(dim=0), probabilities.mean(dim=0)  # [E]
-        else:
-            weight = attention_mask.reshape(-1, 1).to(probabilities) / attention_mask.sum().clamp(min=1)  # [T, 1]
-            load, probability = (choices * weight).sum(dim=0), (probabilities * weight).sum(dim=0)
-        total = total + logits.shape[-1] * (load * probability).sum().to(total.device)
+        weight = groups.to(probabilities) / groups.sum(dim=1, keepdim=True).clamp(min=1)  # [G, T / G]
+        load = torch.einsum("gt,gte->ge", weight, choices.view(*groups.shape, -1))  # [G, E]
+        probability = torch.einsum("gt,gte->ge", weight, probabilities.view(*groups.shape, -1))
+        total = total + logits.shape[-1] * (load * probability).sum(dim=-1).mean().to(total.device)
     return total
 
 
@@ -551,7 +568,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if outputs.router_logits is not None:
-            aux_loss = self._balance_loss(outputs.router_logits, attention_mask)
+            aux_loss = self._balance_loss(outputs.router_logits, attention_mask, outputs.last_hidden_state.shape[:2])
             if loss is not None and balances_experts:
                 loss = loss + share_of_batch(labels, kwargs.get("num_items_in_batch")) * aux_loss.to(loss.device)
 
@@ -565,7 +582,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             **{CACHE: getattr(outputs, CACHE)},
         )
 
-    def _balance_loss(self, router_logits, attention_mask):
+    def _balance_loss(self, router_logits, attention_mask, batch_and_sequence):
         gate = self.model.layers[0].mlp.gate
         if torch.is_grad_enabled() and gate.weight.requires_grad and not router_logits[0].requires_grad:
             raise ValueError(
@@ -573,11 +590,11 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 "checkpointing hides them. Pass gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         if attention_mask is not None and attention_mask.dim() == 2:
-            length = router_logits[0].shape[0] // attention_mask.shape[0]
-            attention_mask = attention_mask[:, -length:]  # [B, S] of [B, L]: the router saw no cached token
-        else:
-            attention_mask = None  # a ready mask [B, 1, S, L] does not say which tokens are padding
-        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask)
+            attention_mask = attention_mask[:, -batch_and_sequence[1] :]  # [B, S] of [B, L]: no cached token is routed
+        else:  # a ready mask [B, 1, S, L] does not say which tokens are padding
+            attention_mask = torch.ones(batch_and_sequence, device=router_logits[0].device)
+        top_k, per_sequence = self.config.num_experts_per_tok, self.config.seq_aux
+        loss = load_balancing_loss(router_logits, top_k, attention_mask, per_sequence)
         return self.config.router_aux_loss_coef * loss
 
 

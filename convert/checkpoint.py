@@ -6,17 +6,33 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from minimind_hf.configuration_minimind import OLDER_GENERATIONS, MiniMindConfig
+from minimind_hf.configuration_minimind import EARLY_KEYS, MiniMindConfig
 from minimind_hf.convert.files import read_json, read_tensors
+from minimind_hf.convert.generations import (
+    GENERATIONS,
+    Generation,
+    has_published_heads,
+    names_in,
+    recognise_generation,
+)
 from minimind_hf.convert.layout import (
     ConversionError,
     check_tensors,
+    expected_shapes,
     infer_sizes,
-    recognise_generation,
+    pair_halves,
     some_names,
 )
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+# What no tensor tells. Where neither a config nor a flag says it, the default of the generation is assumed.
+UNTOLD = ("rope_theta", "rms_norm_eps", "max_position_embeddings")
+UNTOLD_OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob")
+UNTOLD_OF_HEADS = ("num_attention_heads",)  # without q/k norms
+
+ROTARY_PROJECTIONS = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 
 
 @dataclass
@@ -26,58 +42,68 @@ class Checkpoint:
     source: Path
     tensors: dict[str, torch.Tensor]  # by the names of layout.py, memory-mapped; a tied lm_head.weight is left out
     config: MiniMindConfig
+    generation: Generation | None = None  # that of the file; None where it came from another architecture
+    assumed: tuple[str, ...] = ()  # the values in force that nobody gave, such as "rope_theta 1000000"
 
 
 def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None = None) -> Checkpoint:
-    """Open a checkpoint: a .pth file of MiniMind's training, or a folder or file with safetensors.
+    """Open a checkpoint: a .pth file of MiniMind's training, a model folder, or a safetensors file.
 
     Args:
         source: the file or folder.
-        config: a config.json with what the tensors cannot tell; by default the one in the folder.
-        flags: config values, such as num_attention_heads; each must agree with the tensors and with `config`.
+        config: a config.json, in the spelling of any generation, with what the tensors cannot tell; by default the
+            one in the folder.
+        flags: config values, such as num_attention_heads, and `generation`; each must agree with the tensors and with
+            `config`. None stands for a flag that was not given.
 
     Raises:
         ConversionError: the file is damaged or hostile, or the tensors, the config and the flags do not fit.
     """
     source = Path(source)
-    tensors = read_tensors(source)
+    own_tensors = read_tensors(source)
     if config is None and (source / "config.json").is_file():
         config = source / "config.json"
-    model_config = build_config(tensors, source, config, flags)
-    return Checkpoint(source, {k: v for k, v in tensors.items() if is_kept(k, model_config)}, model_config)
-
-
-def build_config(tensors, source, config_path=None, flags=None) -> MiniMindConfig:
-    """Make the config of a checkpoint from its tensors, a config.json and flags, and check the tensors against it.
-
-    What the tensors tell must agree with the config and the flags. What they cannot tell comes from the flags, then
-    from the config, then from MiniMind-3's defaults.
-    """
-    given = read_json(config_path) if config_path else {}
-    check_config_file(given, config_path)
-    generation = recognise_generation(tensors)
-    if generation != "MiniMind-3":
-        raise ConversionError(f"{source} holds {generation}: only MiniMind-3 can be converted so far")
-    known = infer_sizes(tensors)
-    known["tie_word_embeddings"] = is_tied(tensors)
+    given = read_json(config) if config else {}
+    check_config_file(given, config)
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
+    wanted = flags.pop("generation", None)
+    generation = recognise_generation(own_tensors, given, wanted)
+    generation_is_told = not generation.interleaved or wanted or any(key in given for key in EARLY_KEYS)
 
-    for values, origin in ((given, config_path), (flags, "the arguments")):
-        for name, value in known.items():
-            untied_on_purpose = name == "tie_word_embeddings" and value and values.get(name) is False
-            if untied_on_purpose and "lm_head.weight" in tensors:
-                continue  # two weights that happen to be equal
-            if values.get(name) not in (None, value):
-                flag = f"--{name.replace('_', '-')}" if values is flags else name
-                raise ConversionError(f"{flag} is {values[name]} in {origin}, but the tensors of {source} say {value}")
+    names = names_in(own_tensors, generation)
+    tensors = {names.get(name, name): tensor for name, tensor in own_tensors.items()}
+    spelled_here = "use_qk_norm" in given  # save_pretrained writes every key, so nothing is to be completed
+    given = translate_keys(given, generation, config)
+    check_agreement(flags, "the arguments", given, config, flags)
+    given |= flags
+    heads = given.get("num_attention_heads")
+    if heads is None and "model.layers.0.self_attn.q_norm.weight" not in tensors:
+        heads = assume_heads(own_tensors, generation)
+    known = infer_sizes(tensors, heads) | {"tie_word_embeddings": is_tied(tensors)}
+    if known["tie_word_embeddings"] and given.get("tie_word_embeddings") is False and "lm_head.weight" in tensors:
+        known["tie_word_embeddings"] = False  # two weights that happen to be equal
+    check_agreement(given, config, known, f"the tensors of {source}", flags)
+
+    values = known | given
     try:
-        config = MiniMindConfig(
-            **{**known, **{key: value for key, value in given.items() if value is not None}, **flags}
-        )
+        if not spelled_here:
+            values = generation.complete(generation.defaults | values)
+        model_config = MiniMindConfig(**values)
     except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise ConversionError(f"{config_path or source}: {error}") from error
-    check_tensors(tensors, config)
-    return config
+        raise ConversionError(f"{config or source}: {error}") from error
+
+    shapes = expected_shapes(model_config)
+    if "lm_head.weight" in tensors:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    own_shapes = {own: shapes[name] for own, name in names.items() if name in shapes}
+    check_tensors(own_tensors, own_shapes, generation.title)
+    if generation.interleaved:
+        tensors = reorder_rotary_rows(tensors, model_config.head_dim, pair_halves)
+    if model_config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    told = {*given, *(generation.fixed if generation_is_told else ())}
+    assumed = [] if generation_is_told else [f"generation {generation.title}"]
+    return Checkpoint(source, tensors, model_config, generation, (*assumed, *assumptions(model_config, told)))
 
 
 def check_config_file(given: dict, path):
@@ -88,20 +114,81 @@ def check_config_file(given: dict, path):
         raise ConversionError(f"{path} is the config of a {given['model_type']} model, expected minimind")
     if "quantization_config" in given:
         raise ConversionError(f"{path} is the config of a quantized model: convert the one it was made from")
-    known = {field.name for field in fields(MiniMindConfig)} | {"model_type", *OLDER_GENERATIONS}
+    known = {field.name for field in fields(MiniMindConfig)} | {"model_type", "rope_theta", "rope_scaling"}
+    for generation in GENERATIONS.values():
+        known |= {*generation.config_keys, *generation.unneeded_keys}
     if not known & given.keys():
         raise ConversionError(f"{path} has no key of a MiniMind config; it holds {some_names(given)}")
+
+
+def translate_keys(given: dict, generation: Generation, path) -> dict:
+    """Bring a config from its generation's spelling to that of MiniMindConfig, without the keys that are null.
+
+    Raises:
+        ConversionError: it is the config of another generation, or two of its keys contradict each other.
+    """
+    is_minimind3 = generation is GENERATIONS["minimind3"]
+    written_by_minimind3 = "moe_intermediate_size" in given and "use_qk_norm" not in given
+    if (
+        (any(key in given for key in EARLY_KEYS) and not generation.interleaved)
+        or ("n_routed_experts" in given and is_minimind3)
+        or (written_by_minimind3 and not is_minimind3)
+    ):
+        raise ConversionError(f"{path} is the config of another generation: the tensors are of {generation.title}")
+    translated = {}
+    for key, value in given.items():
+        if value is None or key in generation.unneeded_keys:
+            continue
+        name = generation.config_keys.get(key, key)
+        if translated.setdefault(name, value) != value:
+            raise ConversionError(f"{path} holds {key}={value}, and {name}={translated[name]}, which is the same key")
+    return translated
+
+
+def check_agreement(given: dict, given_by, told: dict, told_by, flags=()):
+    """Raise a ConversionError where two sources give one config value differently."""
+    for name in given.keys() & told.keys():
+        if given[name] != told[name]:
+            culprit = f"--{name.replace('_', '-')}" if name in flags else name
+            by = "" if name in flags else f" in {given_by}"
+            raise ConversionError(f"{culprit} is {given[name]}{by}, but {told_by} say {told[name]}")
+
+
+def assume_heads(own_tensors, generation: Generation) -> int:
+    """The number of heads of the published models of a generation, where the shapes are theirs."""
+    if not has_published_heads(own_tensors, generation):
+        raise ConversionError(
+            f"the tensors of a {generation.title} do not tell the number of heads, and these have not the shapes of "
+            "its published models: pass --config with its config.json, or --num-attention-heads"
+        )
+    return generation.heads
+
+
+def assumptions(config: MiniMindConfig, told: set[str]) -> list[str]:
+    """List the values in force that no tensor tells and that are not in `told`."""
+    untold = [
+        *UNTOLD,
+        *(UNTOLD_OF_EXPERTS if config.use_moe else ()),
+        *(() if config.use_qk_norm else UNTOLD_OF_HEADS),
+    ]
+    values = {"rope_theta": config.rope_parameters["rope_theta"]}
+    if "rope_parameters" in told:
+        told = told | {"rope_theta"}
+    return [f"{name} {values.get(name, getattr(config, name, None))}" for name in untold if name not in told]
+
+
+def reorder_rotary_rows(tensors, head_dim: int, reorder) -> dict[str, torch.Tensor]:
+    """Apply `pair_halves` or its inverse to every query and key projection."""
+    return {
+        name: reorder(tensor, head_dim) if name.endswith(ROTARY_PROJECTIONS) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def is_tied(tensors) -> bool:
     """Whether the language-model head is the embedding table, or absent, which means the same."""
     head = tensors.get("lm_head.weight")
     return head is None or torch.equal(head, tensors["model.embed_tokens.weight"])
-
-
-def is_kept(name: str, config: MiniMindConfig) -> bool:
-    """Whether a tensor is stored of its own: a tied lm_head is not."""
-    return not (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def cast_tensors(tensors: dict[str, torch.Tensor], dtype: str | None = None) -> dict[str, torch.Tensor]:

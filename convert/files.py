@@ -30,7 +30,7 @@ def progress(items, description: str):
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint: a .pth file (plain, compiled, data-parallel or resume) or a folder with safetensors.
+    """Read a checkpoint: a .pth file (plain, compiled, data-parallel or resume), a safetensors file or a model folder.
 
     The file is memory-mapped, and loaded with `weights_only`, so that nothing in it is executed.
 
@@ -49,7 +49,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         tensors = read_safetensors(path)
     else:
         tensors = read_torch_file(path)
-    return clean_names(check_values(tensors, path))
+    return check_values(clean_names(tensors), path)
 
 
 def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
@@ -73,6 +73,9 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
         raise ConversionError(f"{path} holds a {type(content).__name__}, expected a dict of tensors (a state dict)")
     if isinstance(content.get("model"), dict):
         content = content["model"]
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ConversionError(f"{path} is not a state dict: {name!r} is the name of a {type(tensor).__name__}")
     return content
 
 
@@ -99,28 +102,34 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise ConversionError(f"{path} is not a whole safetensors file: {error}. Download or copy it again") from error
 
 
+# The weights of a model folder by their file name, the preferred format first.
+WEIGHT_FILES = {"model.safetensors": read_safetensors, "pytorch_model.bin": read_torch_file}
+
+
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a model folder, from one safetensors file or from the shards that its index lists."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise ConversionError(f"{index} has no weight_map from tensor names to file names")
-        names = sorted(set(shards.values()))
-        if (folder / "model.safetensors").exists():
-            raise ConversionError(f"{folder} holds model.safetensors and {index.name}: remove the one that is stale")
-    else:
-        names = ["model.safetensors"]
+    """Return all tensors of a model folder, from one file or from the shards that an index lists."""
+    found = [name for name in WEIGHT_FILES if (folder / name).exists() or (folder / f"{name}.index.json").exists()]
+    if not found:
+        raise ConversionError(f"{folder} is not a whole model folder: it lacks {' and '.join(WEIGHT_FILES)}")
+    read, index = WEIGHT_FILES[found[0]], folder / f"{found[0]}.index.json"
+    if not index.exists():
+        return read(folder / found[0])
+    if (folder / found[0]).exists():
+        raise ConversionError(f"{folder} holds {found[0]} and {index.name}: remove the one that is stale")
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise ConversionError(f"{index} has no weight_map from tensor names to file names")
+    names = sorted(set(shards.values()))
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
-        raise ConversionError(f"{folder} lacks {', '.join(missing)}: it is not a whole folder with safetensors")
+        raise ConversionError(f"{folder} is not a whole model folder: it lacks {', '.join(missing)}")
     tensors = {}
     for name in names:
-        shard = read_safetensors(folder / name)
+        shard = read(folder / name)
         if tensors.keys() & shard.keys():
             raise ConversionError(f"{folder / name} repeats {min(tensors.keys() & shard.keys())} of another shard")
         tensors.update(shard)
-    if index.exists() and tensors.keys() != shards.keys():
+    if tensors.keys() != shards.keys():
         differing = sorted(tensors.keys() ^ shards.keys())
         raise ConversionError(f"{index} and the shards disagree about {', '.join(differing[:8])}")
     return tensors
@@ -139,10 +148,8 @@ def write_safetensors(tensors: dict[str, torch.Tensor], path: Path):
 
 
 def check_values(tensors: dict, path: Path) -> dict[str, torch.Tensor]:
-    """Return the dict if it holds nothing but finite floating-point tensors under string names."""
+    """Return the dict if it holds nothing but finite floating-point tensors."""
     for name, tensor in progress(tensors.items(), "Reading"):
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ConversionError(f"{path} is not a state dict: {name!r} is the name of a {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.dtype not in READABLE_DTYPES:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             raise ConversionError(f"{name} in {path} is {kind}: expected float16, bfloat16 or float32")

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from minimind_hf.convert.checkpoint import build_config, is_tied
-from minimind_hf.convert.files import read_tensors
-from minimind_hf.convert.layout import recognise_generation
+from minimind_hf.convert.checkpoint import load_checkpoint
 
 
 def describe(path: Path) -> dict[str, object]:
@@ -13,25 +11,21 @@ def describe(path: Path) -> dict[str, object]:
     Raises:
         ConversionError: the path holds no MiniMind checkpoint.
     """
-    path = Path(path)
-    tensors = read_tensors(path)
-    generation = recognise_generation(tensors)
-    facts = {"generation": generation, "dtype": ", ".join(sorted({str(t.dtype)[6:] for t in tensors.values()}))}
-    if generation != "MiniMind-3":
-        return {**facts, "parameters": f"{sum(t.numel() for t in tensors.values()):,} (tied ones counted twice)"}
-
-    tied = is_tied(tensors)
-    head = tensors["lm_head.weight"].numel() if tied and "lm_head.weight" in tensors else 0
-    config = build_config(tensors, path, path / "config.json" if path.is_dir() else None)
+    checkpoint = load_checkpoint(Path(path))
+    config = checkpoint.config
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size".split()
     names += (
-        ["num_experts", "num_experts_per_tok", "moe_intermediate_size"] if config.use_moe else ["intermediate_size"]
+        ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts"]
+        if config.use_moe
+        else ["intermediate_size"]
     )
     names += ["max_position_embeddings", "rope_parameters", "rms_norm_eps"]
     return {
-        **facts,
-        "parameters": f"{sum(t.numel() for t in tensors.values()) - head:,}",
+        "generation": checkpoint.generation.title,
+        "dtype": ", ".join(sorted({str(tensor.dtype)[6:] for tensor in checkpoint.tensors.values()})),
+        "parameters": f"{sum(tensor.numel() for tensor in checkpoint.tensors.values()):,}",
         "embeddings": "tied" if config.tie_word_embeddings else "not tied",
         "feed-forward": "mixture of experts" if config.use_moe else "dense",
         **{name: getattr(config, name) for name in names},
+        "assumed": ", ".join(checkpoint.assumed) or "nothing",
     }

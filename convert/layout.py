@@ -4,6 +4,7 @@ Nothing here reads or writes a file. A checkpoint is a dict from tensor name to 
 """
 
 import re
+from itertools import groupby
 
 import torch
 
@@ -14,16 +15,21 @@ class ConversionError(ValueError):
     """A checkpoint, config or flag cannot be converted exactly. The message names the culprit and the remedy."""
 
 
-# Every tensor of a MiniMind-3 checkpoint, in the order of the reference implementation's state dict, and its shape in
-# terms of the config. `{layer}` and `{expert}` count from 0. "query" is num_attention_heads * head_dim, "key_value"
-# is num_key_value_heads * head_dim. The names on disk of a saved Hugging Face folder are the same.
+# Every tensor that a MiniMind folder can hold and its shape in terms of the config. `{layer}`, `{expert}` and
+# `{shared}` count from 0; "query" is num_attention_heads * head_dim, "key_value" num_key_value_heads * head_dim.
+# MiniMind-3 uses these names itself, in this order.
+EMBEDDING = {"model.embed_tokens.weight": ("vocab_size", "hidden_size")}
 ATTENTION = {
     "model.layers.{layer}.self_attn.q_proj.weight": ("query", "hidden_size"),
     "model.layers.{layer}.self_attn.k_proj.weight": ("key_value", "hidden_size"),
     "model.layers.{layer}.self_attn.v_proj.weight": ("key_value", "hidden_size"),
     "model.layers.{layer}.self_attn.o_proj.weight": ("hidden_size", "query"),
+}
+QK_NORM = {
     "model.layers.{layer}.self_attn.q_norm.weight": ("head_dim",),
     "model.layers.{layer}.self_attn.k_norm.weight": ("head_dim",),
+}
+BLOCK_NORMS = {
     "model.layers.{layer}.input_layernorm.weight": ("hidden_size",),
     "model.layers.{layer}.post_attention_layernorm.weight": ("hidden_size",),
 }
@@ -38,17 +44,15 @@ EXPERT = {
     "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight": ("hidden_size", "moe_intermediate_size"),
     "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight": ("moe_intermediate_size", "hidden_size"),
 }
-EMBEDDING = {"model.embed_tokens.weight": ("vocab_size", "hidden_size")}
-NORM = {"model.norm.weight": ("hidden_size",)}
+SHARED_EXPERT = {
+    "model.layers.{layer}.mlp.shared_experts.{shared}.gate_proj.weight": ("moe_intermediate_size", "hidden_size"),
+    "model.layers.{layer}.mlp.shared_experts.{shared}.down_proj.weight": ("hidden_size", "moe_intermediate_size"),
+    "model.layers.{layer}.mlp.shared_experts.{shared}.up_proj.weight": ("moe_intermediate_size", "hidden_size"),
+}
+FINAL_NORM = {"model.norm.weight": ("hidden_size",)}
 HEAD = {"lm_head.weight": ("vocab_size", "hidden_size")}
 
-# A tensor that only one generation has, newest first.
-GENERATIONS = {
-    "MiniMind-3": "model.layers.0.self_attn.q_norm.weight",
-    "MiniMind2": "model.embed_tokens.weight",
-    "an early MiniMind2 or a MiniMind v1": "tok_embeddings.weight",
-}
-
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 WRAPPER_PREFIX = re.compile(r"^(?:(?:_orig_mod|module)\.)+")  # left by torch.compile and by data parallelism
 BUFFERS = ("pos_cis", "freqs_cos", "freqs_sin", "mask")  # tables of old files that the model computes itself
 
@@ -70,90 +74,120 @@ def clean_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return cleaned
 
 
-def recognise_generation(tensors: dict[str, torch.Tensor]) -> str:
-    """Name the MiniMind generation whose tensor names these are.
+def fill_in(table: dict, counts: dict[str, int]) -> dict:
+    """Write out a table for every layer, expert and shared expert, in the order of a state dict.
 
-    Raises:
-        ConversionError: no generation has such names.
+    Args:
+        table: from templates of names to names, which are filled in too, or to anything else.
+        counts: how many layers, experts and shared experts there are.
     """
-    for generation, telltale in GENERATIONS.items():
-        if telltale in tensors:
-            return generation
-    if any(".lora." in name for name in tensors):
-        raise ConversionError(
-            "this is a LoRA of a MiniMind model, not the model itself: convert the model it belongs to"
-        )
-    raise ConversionError(
-        f"these are not the tensors of a MiniMind model: expected one of {', '.join(GENERATIONS.values())}, "
-        f"found {some_names(tensors) or 'no tensor at all'}"
-    )
+    filled = {}
+    for placeholder, group in groupby(table.items(), lambda entry: first_placeholder(entry[0])):
+        entries = dict(group)
+        if placeholder is None:
+            filled |= entries
+            continue
+        for index in range(counts[placeholder]):
+
+            def numbered(text, written=(f"{{{placeholder}}}", str(index))):
+                return text.replace(*written) if isinstance(text, str) else text
+
+            filled |= fill_in({numbered(name): numbered(value) for name, value in entries.items()}, counts)
+    return filled
 
 
-def infer_sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int | bool]:
-    """Read from the shapes of MiniMind-3 tensors every config value that they determine.
+def first_placeholder(name: str) -> str | None:
+    match = PLACEHOLDER.search(name)
+    return match and match[1]
+
+
+def infer_sizes(tensors: dict[str, torch.Tensor], num_attention_heads: int | None) -> dict[str, int | bool]:
+    """Read from the shapes of tensors every config value that they determine.
+
+    Args:
+        tensors: by the names of this file.
+        num_attention_heads: which tensors without q/k norms do not tell.
 
     Raises:
         ConversionError: a tensor that tells a size is missing or has the wrong number of dimensions.
     """
-    first = {key: key.format(layer=0, expert=0) for key in (*EMBEDDING, *ATTENTION, *FEED_FORWARD, *ROUTER, *EXPERT)}
 
-    def rows(key, dimensions=2):
-        tensor = tensors.get(first[key])
+    def rows(template, dimensions=2):
+        name = template.format(layer=0, expert=0)
+        tensor = tensors.get(name)
         if tensor is None or tensor.dim() != dimensions or 0 in tensor.shape:
             found = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
-            raise ConversionError(f"{first[key]} is {found}: the sizes of the model cannot be read")
+            raise ConversionError(f"{name} is {found}: the sizes of the model cannot be read")
         return tensor.shape[0]
 
-    head_dim = rows("model.layers.{layer}.self_attn.q_norm.weight", dimensions=1)
-    use_moe = first["model.layers.{layer}.mlp.gate.weight"] in tensors
+    query, key = (rows(f"model.layers.{{layer}}.self_attn.{part}_proj.weight") for part in "qk")
+    use_qk_norm = "model.layers.0.self_attn.q_norm.weight" in tensors
+    if use_qk_norm:
+        head_dim = rows("model.layers.{layer}.self_attn.q_norm.weight", dimensions=1)
+        num_attention_heads = query // head_dim
+    elif num_attention_heads <= 0 or query % num_attention_heads or key % (query // num_attention_heads):
+        raise ConversionError(
+            f"--num-attention-heads {num_attention_heads}: the {query} rows of the query projection and the {key} of "
+            "the key projection are no whole heads then"
+        )
+    else:
+        head_dim = query // num_attention_heads
+    use_moe = "model.layers.0.mlp.gate.weight" in tensors
     sizes = {
         "vocab_size": rows("model.embed_tokens.weight"),
         "hidden_size": tensors["model.embed_tokens.weight"].shape[1],
-        "num_hidden_layers": count_indices(tensors, r"model\.layers\.(\d+)\."),
-        "num_attention_heads": rows("model.layers.{layer}.self_attn.q_proj.weight") // head_dim,
-        "num_key_value_heads": rows("model.layers.{layer}.self_attn.k_proj.weight") // head_dim,
+        "num_hidden_layers": count_indices(tensors, [*ATTENTION, *BLOCK_NORMS], "layer"),
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": key // head_dim,
         "head_dim": head_dim,
+        "use_qk_norm": use_qk_norm,
         "use_moe": use_moe,
     }
     if use_moe:
-        sizes["num_experts"] = count_indices(tensors, r"model\.layers\.0\.mlp\.experts\.(\d+)\.")
+        sizes["num_experts"] = count_indices(tensors, list(EXPERT), "expert")
+        sizes["num_shared_experts"] = count_indices(tensors, list(SHARED_EXPERT), "shared")
         sizes["moe_intermediate_size"] = rows("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight")
     else:
         sizes["intermediate_size"] = rows("model.layers.{layer}.mlp.gate_proj.weight")
     return sizes
 
 
-def count_indices(names, pattern: str) -> int:
-    """Count the different numbers that the pattern's group finds in the names. Gaps show up as missing tensors."""
-    return len({match[1] for match in (re.match(pattern, name) for name in names) if match})
+def count_indices(names, templates: list[str], placeholder: str) -> int:
+    """Count the different numbers that stand in place of the placeholder. Gaps show up as missing tensors."""
+    patterns = [
+        PLACEHOLDER.sub(lambda match: r"(\d+)" if match[1] == placeholder else r"\d+", template.replace(".", r"\."))
+        for template in templates
+    ]
+    matches = (re.fullmatch(pattern, name) for name in names for pattern in patterns)
+    return len({match[1] for match in matches if match})
 
 
-def expected_shapes(config: MiniMindConfig, with_head: bool = True) -> dict[str, tuple[int, ...]]:
-    """List the name and the shape of every tensor of a checkpoint with this config, in the reference's order."""
+def expected_shapes(config: MiniMindConfig) -> dict[str, tuple[int, ...]]:
+    """List the name and the shape of every tensor of a checkpoint with this config; a tied lm_head is none."""
     derived = {
         "query": config.num_attention_heads * config.head_dim,
         "key_value": config.num_key_value_heads * config.head_dim,
     }
-    layer_tables = [ATTENTION]
-    layer_tables += [ROUTER, *[EXPERT] * config.num_experts] if config.use_moe else [FEED_FORWARD]
+    shapes = {**EMBEDDING, **ATTENTION, **(QK_NORM if config.use_qk_norm else {}), **BLOCK_NORMS}
+    shapes |= {**ROUTER, **EXPERT, **SHARED_EXPERT} if config.use_moe else FEED_FORWARD
+    shapes |= FINAL_NORM | ({} if config.tie_word_embeddings else HEAD)
+    counts = {
+        "layer": config.num_hidden_layers,
+        "expert": config.num_experts,
+        "shared": config.num_shared_experts,
+    }
+    return {
+        name: tuple(derived.get(size) or getattr(config, size) for size in shape)
+        for name, shape in fill_in(shapes, counts).items()
+    }
 
-    names = list(EMBEDDING.items())
-    for layer in range(config.num_hidden_layers):
-        for position, table in enumerate(layer_tables):
-            expert = position - 2  # after ATTENTION and ROUTER
-            names += [(name.format(layer=layer, expert=expert), shape) for name, shape in table.items()]
-    names += list(NORM.items()) + (list(HEAD.items()) if with_head else [])
-    return {name: tuple(derived.get(size) or getattr(config, size) for size in shape) for name, shape in names}
 
-
-def check_tensors(tensors: dict[str, torch.Tensor], config: MiniMindConfig):
-    """Check that a checkpoint holds exactly the tensors of its config; a tied lm_head may be absent.
+def check_tensors(tensors: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]], title: str):
+    """Check that a checkpoint holds exactly the expected tensors.
 
     Raises:
         ConversionError: names the tensors that are missing, unexpected, or of another shape.
     """
-    with_head = "lm_head.weight" in tensors or not config.tie_word_embeddings
-    expected = expected_shapes(config, with_head)
     missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     misshapen = [
         f"{name} is {list(tensors[name].shape)} instead of {list(shape)}"
@@ -168,7 +202,22 @@ def check_tensors(tensors: dict[str, torch.Tensor], config: MiniMindConfig):
     if misshapen:
         faults.append(f"of the wrong shape: {'; '.join(misshapen[:8])}")
     if faults:
-        raise ConversionError(f"the tensors do not fit a MiniMind-3 model of these sizes. {'. '.join(faults)}")
+        raise ConversionError(f"the tensors do not fit a {title} model of these sizes. {'. '.join(faults)}")
+
+
+def pair_halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder the rows of a query or key projection [heads * D, H]: neighbours (2i, 2i + 1) become (i, i + D / 2).
+
+    Attention scores do not change, since queries and keys are reordered alike within each head.
+    """
+    heads = weight.view(-1, head_dim // 2, 2, weight.shape[1])  # [heads, pairs, 2, H]
+    return heads.transpose(1, 2).reshape(weight.shape)
+
+
+def pair_neighbours(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of `pair_halves`."""
+    heads = weight.view(-1, 2, head_dim // 2, weight.shape[1])  # [heads, 2, pairs, H]
+    return heads.transpose(1, 2).reshape(weight.shape)
 
 
 def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -43,3 +43,10 @@ def take_special_tokens(config: MiniMindConfig, folder: Path, given: dict):
             raise ConversionError(f"{name} is {given[name]} in the config, but {token} in the tokenizer of {folder}")
         if accepted == [None]:
             setattr(config, name, token)
+
+
+def find_tokenizer(source: Path, tokenizer: Path | None) -> Path | None:
+    """The folder whose tokenizer goes along: the given one, or else the source, where it is a folder that has one."""
+    if tokenizer is not None:
+        return Path(tokenizer)
+    return source if (source / "tokenizer_config.json").is_file() else None
