@@ -28,9 +28,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 # What no tensor tells. Where neither a config nor a flag says it, the default of the generation is assumed.
-UNTOLD = ("rope_theta", "rms_norm_eps", "max_position_embeddings")
-UNTOLD_OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob")
-UNTOLD_OF_HEADS = ("num_attention_heads",)  # without q/k norms
+UNTOLD = ["rope_theta", "rms_norm_eps", "max_position_embeddings"]
+UNTOLD_OF_EXPERTS = ["num_experts_per_tok", "norm_topk_prob"]
+UNTOLD_OF_HEADS = ["num_attention_heads"]  # without q/k norms
 
 ROTARY_PROJECTIONS = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 
@@ -61,8 +61,10 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     """
     source = Path(source)
     own_tensors = read_tensors(source)
-    if config is None and (source / "config.json").is_file():
+    if config is None and source.is_dir():
         config = source / "config.json"
+        if not config.is_file():
+            raise ConversionError(f"{source} is not a whole model folder: it lacks config.json. Pass one as --config")
     given = read_json(config) if config else {}
     check_config_file(given, config)
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
@@ -74,7 +76,7 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     tensors = {names.get(name, name): tensor for name, tensor in own_tensors.items()}
     spelled_here = "use_qk_norm" in given  # save_pretrained writes every key, so nothing is to be completed
     given = translate_keys(given, generation, config)
-    check_agreement(flags, "the arguments", given, config, flags)
+    check_agreement(flags, "the arguments", given, f"{config} says", flags)
     given |= flags
     heads = given.get("num_attention_heads")
     if heads is None and "model.layers.0.self_attn.q_norm.weight" not in tensors:
@@ -82,7 +84,7 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     known = infer_sizes(tensors, heads) | {"tie_word_embeddings": is_tied(tensors)}
     if known["tie_word_embeddings"] and given.get("tie_word_embeddings") is False and "lm_head.weight" in tensors:
         known["tie_word_embeddings"] = False  # two weights that happen to be equal
-    check_agreement(given, config, known, f"the tensors of {source}", flags)
+    check_agreement(given, config, known, f"the tensors of {source} say", flags)
 
     values = known | given
     try:
@@ -149,9 +151,10 @@ def check_agreement(given: dict, given_by, told: dict, told_by, flags=()):
     """Raise a ConversionError where two sources give one config value differently."""
     for name in given.keys() & told.keys():
         if given[name] != told[name]:
-            culprit = f"--{name.replace('_', '-')}" if name in flags else name
-            by = "" if name in flags else f" in {given_by}"
-            raise ConversionError(f"{culprit} is {given[name]}{by}, but {told_by} say {told[name]}")
+            culprit, origin = name, given_by
+            if name in flags:
+                culprit, origin = f"--{name.replace('_', '-')}", "the arguments"
+            raise ConversionError(f"{culprit} is {given[name]} in {origin}, but {told_by} {told[name]}")
 
 
 def assume_heads(own_tensors, generation: Generation) -> int:

@@ -87,8 +87,8 @@ def to_torch(
     Args:
         source: a MiniMind folder, or a .pth file of another generation.
         destination: the .pth file to write, in the dtype of the source; it appears whole, or not at all.
-        layout: a key of GENERATIONS, whose names and order of rows are written; by default MiniMind-3's, or MiniMind2's
-            for a model without q/k norms.
+        layout: a key of GENERATIONS, whose names and order of rows are written; by default MiniMind-3's, or
+            MiniMind2's for a model without q/k norms.
         config: as in `to_hf`.
         overwrite: replace an existing file.
         verify: read the result back and compare it with the source.
@@ -147,4 +147,5 @@ def verify_folder(folder: Path, checkpoint: Checkpoint) -> str:
         raise ConversionError("verification failed: the config reads back differently")
     if (folder / "tokenizer_config.json").exists():
         load_tokenizer(folder)
-    return f"verified: {counted} read back bit for bit equal"
+    dtype = next(iter(checkpoint.tensors.values())).dtype
+    return f"verified: the folder opens, {counted} bit for bit equal to the source in {str(dtype)[6:]}"

@@ -18,7 +18,16 @@ torch.set_num_threads(1)  # the models are tiny: more threads only wait for each
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
-GOLDEN_CASES = sorted(path for path in (FIXTURES / "minimind3").iterdir())
+CASES_OF = {
+    generation: sorted((FIXTURES / generation).iterdir())
+    for generation in ("minimind3", "minimind2", "minimind2-early", "minimind1")
+}
+GOLDEN_CASES = [case for cases in CASES_OF.values() for case in cases]
+
+
+def case_name(case: Path) -> str:
+    return f"{case.parent.name}-{case.name}"
+
 
 # Checkpoints of some 13 MB that answer questions; too large for the repository.
 FACTS = Path(os.environ.get("MINIMIND_FIXTURES", ROOT.parent / "shared" / "fixtures")) / "facts"

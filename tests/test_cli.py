@@ -38,7 +38,7 @@ def minimind(tmp_path, monkeypatch, capsys):
 def test_convert_inspect_verify_and_back(minimind, tmp_path):
     convert = minimind("convert", "to-hf", WEIGHTS, "model")
     assert convert.returncode == 0, convert.stderr
-    assert "verified: the folder loads, 24 tensors with 135,552 values bit for bit equal" in convert.stdout
+    assert "verified: the folder opens, 24 tensors with 135,552 values bit for bit equal" in convert.stdout
     assert "--tokenizer" in convert.stderr
 
     inspect = minimind("inspect", "model")

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import DENSE, GOLDEN_CASES, MOE, tiny_config, tiny_model
+from conftest import CASES_OF, DENSE, MOE, case_name, tiny_config, tiny_model
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig
 
@@ -50,6 +50,8 @@ OTHER_VALUES = {
     "max_position_embeddings": 777,
     "initializer_range": 0.5,
     "rms_norm_eps": 1e-3,
+    "rms_norm_scale_in_float32": False,
+    "use_qk_norm": False,
     "use_cache": False,
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "linear", "rope_theta": 3e4, "factor": 2.0},
@@ -62,7 +64,9 @@ OTHER_VALUES = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 72,
     "norm_topk_prob": False,
+    "num_shared_experts": 2,
     "router_aux_loss_coef": 0.125,
+    "seq_aux": True,
     "output_router_logits": True,
     "bos_token_id": 5,
     "eos_token_id": [6, 7],
@@ -263,13 +267,18 @@ def test_dtype_in_either_spelling(name, value, tmp_path):
     assert reloaded(config, tmp_path).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES_OF["minimind3"] + CASES_OF["minimind2"], ids=case_name)
 def test_the_config_that_the_reference_writes(case, tmp_path):
     shutil.copy(case / "hf_config.json", tmp_path / "config.json")
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is MiniMindConfig
     effective = json.loads((case / "config.json").read_text(encoding="utf-8"))["effective"]
     theta = effective.pop("rope_theta")
+    if case.parent.name == "minimind2":
+        effective["num_experts"] = effective.pop("n_routed_experts")
+        effective["num_shared_experts"] = effective.pop("n_shared_experts")
+        effective["router_aux_loss_coef"] = effective.pop("aux_loss_alpha") / 2  # shared among 2 experts per token
+        effective |= {"use_qk_norm": False, "rms_norm_scale_in_float32": False}
     assert {name: getattr(config, name) for name in effective} == effective
     yarn = effective["inference_rope_scaling"]
     assert config.rope_parameters == (REFERENCE_YARN if yarn else {"rope_type": "default", "rope_theta": theta})
@@ -393,19 +402,48 @@ def test_wrong_types_are_refused(name, value):
         tiny_config(**{name: value})
 
 
-# What the reference implementations of older generations write, the keys that tell them apart among others.
-OLDER = [
-    ({"hidden_size": 64, "n_routed_experts": 4, "n_shared_experts": 1, "aux_loss_alpha": 0.01}, "MiniMind2"),
-    ({"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "n_routed_experts": 4}, "MiniMind v1"),
-]
+MINIMIND2 = {"hidden_size": 64, "num_attention_heads": 4, "n_routed_experts": 4}
 
 
-@pytest.mark.parametrize("values, generation", OLDER, ids=["minimind2", "minimind1"])
-def test_older_generations_are_refused(values, generation, tmp_path):
-    with pytest.raises(ValueError, match=generation):
-        MiniMindConfig(**values)
-    with pytest.raises(ValueError, match=generation):
+def test_what_a_minimind2_config_leaves_out(tmp_path):
+    config = load_dict(MINIMIND2, tmp_path)
+    assert (config.rms_norm_eps, config.num_key_value_heads, config.num_experts_per_tok) == (1e-5, 2, 2)
+    assert (config.num_experts, config.num_shared_experts, config.seq_aux) == (4, 1, True)
+    assert config.intermediate_size == config.moe_intermediate_size == 192  # 64 * ceil(int(8 * 64 / 3) / 64)
+    assert config.router_aux_loss_coef == 0.01 / 2
+    assert not config.use_qk_norm and not config.rms_norm_scale_in_float32
+    assert reloaded(config, tmp_path / "again").to_diff_dict() == config.to_diff_dict()
+
+
+def test_minimind2_does_not_normalise_the_weight_of_a_single_expert(tmp_path):
+    assert not load_dict({**MINIMIND2, "num_experts_per_tok": 1}, tmp_path).norm_topk_prob
+    assert load_dict(MINIMIND2, tmp_path).norm_topk_prob
+    config = AutoConfig.from_pretrained(tmp_path, num_experts_per_tok=1)
+    assert not config.norm_topk_prob and config.router_aux_loss_coef == 0.01
+    assert load_dict({**MINIMIND2, "num_experts_per_tok": 3, "aux_loss_alpha": 0.3}, tmp_path).norm_topk_prob
+
+
+@pytest.mark.parametrize(
+    "values, culprit",
+    [
+        ({**MINIMIND2, "num_experts": 5}, "n_routed_experts=4 contradicts num_experts=5"),
+        ({**MINIMIND2, "scoring_func": "sigmoid"}, "scoring_func"),
+        ({**MINIMIND2, "num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"dim": 64, "n_layers": 2, "n_routed_experts": 4}, "minimind convert to-hf"),
+        ({"n_layers": 2}, "minimind convert to-hf"),
+        ({"aux_loss_alpha": 0.1}, "MiniMind2's spelling"),
+        ({"n_shared_experts": 1}, "MiniMind2's spelling"),
+    ],
+)
+def test_older_configs_that_cannot_be_followed_are_refused(values, culprit, tmp_path):
+    with pytest.raises(ValueError, match=culprit):
         load_dict(values, tmp_path)
+
+
+def test_minimind2_spelling_is_refused_where_it_would_be_ignored():
+    for key in ("n_routed_experts", "n_shared_experts", "aux_loss_alpha"):
+        with pytest.raises(ValueError, match=f"{key}.*from_dict"):
+            MiniMindConfig(**{key: 1})
 
 
 def test_special_tokens_outside_the_vocabulary_are_refused():

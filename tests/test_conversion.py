@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 import torch
-from conftest import FIXTURES, SAVED_FILES, tiny_config
+from conftest import FIXTURES, GOLDEN_CASES, SAVED_FILES, case_name, tiny_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -39,7 +39,8 @@ def tensors():
 
 
 def test_expected_shapes_are_those_of_the_model():
-    for sizes in ({}, {"use_moe": True, "num_experts": 3, "moe_intermediate_size": 32}):
+    experts = {"use_moe": True, "num_experts": 3, "moe_intermediate_size": 32}
+    for sizes in ({}, experts, {"use_qk_norm": False}, {**experts, "num_shared_experts": 2}):
         config = tiny_config(tie_word_embeddings=False, head_dim=8, **sizes)
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(config).state_dict()
@@ -84,10 +85,10 @@ def test_file_of_an_old_torch_is_read(tmp_path, tensors):
 
 
 def test_every_case_comes_back_bit_for_bit(tmp_path):
-    for case in sorted((FIXTURES / "minimind3").iterdir()):
-        folder, back = tmp_path / case.name, tmp_path / f"{case.name}.pth"
+    for case in GOLDEN_CASES:
+        folder, back = tmp_path / case_name(case), tmp_path / f"{case_name(case)}.pth"
         to_hf(case / "weights.pth", folder, config=case / "hf_config.json")
-        to_torch(folder, back)
+        to_torch(folder, back, layout=case.parent.name)
         original, returned = load(case / "weights.pth"), load(back)
         assert list(returned) == list(original)
         assert all(torch.equal(returned[k], original[k]) and returned[k].dtype == original[k].dtype for k in original)
@@ -136,7 +137,7 @@ def test_tokenizer_comes_along_with_its_special_tokens(tmp_path, facts_sized_che
 def facts_sized_checkpoint(tmp_path):
     """A random checkpoint with the 6400 tokens of MiniMind's tokenizer."""
     config = tiny_config(vocab_size=6400, hidden_size=16)
-    tensors = {name: torch.randn(shape) for name, shape in expected_shapes(config, with_head=False).items()}
+    tensors = {name: torch.randn(shape) for name, shape in expected_shapes(config).items()}
     return save(tensors, tmp_path / "wide.pth")
 
 
@@ -189,7 +190,7 @@ BROKEN = {
     "another model": (lambda tensors: {"transformer.wte.weight": torch.ones(2, 2)}, "transformer.wte.weight"),
     "a LoRA": (lambda tensors: {"model.layers.0.self_attn.q_proj.lora.A.weight": torch.ones(2, 2)}, "LoRA"),
     "empty embedding": (changed(model__embed_tokens__weight=torch.ones(192, 0)), "embed_tokens"),
-    "MiniMind2": (lambda tensors: {k: v for k, v in tensors.items() if "_norm." not in k}, "MiniMind2"),
+    "no heads": (lambda tensors: {k: v for k, v in tensors.items() if "_norm." not in k}, "--num-attention-heads"),
     "a list": (lambda tensors: list(tensors.values()), "holds a list"),
 }
 
@@ -209,7 +210,10 @@ CONTRADICTIONS = {
     "tied against tensors": ({}, {"tie_word_embeddings": True}, "tie_word_embeddings is True .* say False"),
     "other architecture": ({}, {"model_type": "llama"}, "llama"),
     "impossible config": ({}, {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
-    "older generation": ({}, {"n_routed_experts": 4}, "n_routed_experts"),
+    "older generation": ({}, {"n_routed_experts": 4}, "another generation: .* MiniMind-3"),
+    "early generation": ({}, {"dim": 64}, "another generation: .* MiniMind-3"),
+    "flag against config": ({"rope_theta": 1e4}, {"rope_theta": 1e6}, "--rope-theta is 10000.0 .* says 1000000.0"),
+    "wrong generation": ({"generation": "minimind1"}, {"head_dim": 16}, "--generation minimind1"),
     "nothing known": ({}, {"effective": {"hidden_size": 64}}, "no key of a MiniMind config"),
     "quantized": ({}, {"quantization_config": {"quant_method": "fp8"}, "head_dim": 16}, "quantized"),
     "shadowed method": ({}, {"model_type": "minimind", "to_dict": 3}, "to_dict"),
@@ -381,16 +385,46 @@ def test_destination_in_the_source_is_refused(tmp_path):
     assert (tmp_path / "model" / "config.json").read_bytes() == before
 
 
-def test_source_of_the_wrong_kind_is_refused(tmp_path):
+def test_model_folders_and_safetensors_are_converted_too(tmp_path, tensors):
     to_hf(WEIGHTS, tmp_path / "model")
-    for source in (tmp_path / "model", tmp_path / "model" / "model.safetensors"):
-        with pytest.raises(ConversionError, match=r"expected a \.pth file|part of the source"):
-            to_hf(source, tmp_path / "again")
-    with pytest.raises(ConversionError, match="expected a Hugging Face folder"):
-        to_torch(WEIGHTS, tmp_path / "back.pth")
+    to_hf(tmp_path / "model", tmp_path / "copy", dtype="float32")
+    to_hf(tmp_path / "model" / "model.safetensors", tmp_path / "bare")
+    for name in ("copy", "bare"):
+        written = load_file(tmp_path / name / "model.safetensors")
+        assert len(written) == 24
+        assert all(torch.equal(written[key], tensors[key].to(written[key].dtype)) for key in written)
+
+
+def test_folder_with_pickled_weights_is_converted(tmp_path, tensors):
+    (tmp_path / "old").mkdir()
+    shutil.copyfile(DENSE / "hf_config.json", tmp_path / "old" / "config.json")
+    names, half = list(tensors), len(tensors) // 2
+    for number, part in enumerate([names[:half], names[half:]], 1):
+        save({name: tensors[name] for name in part}, tmp_path / "old" / f"pytorch_model-{number}-of-2.bin")
+    index = {name: f"pytorch_model-{1 if name in names[:half] else 2}-of-2.bin" for name in names}
+    (tmp_path / "old" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    to_torch(tmp_path / "old", tmp_path / "back.pth")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load(tmp_path / "back.pth").items())
+
+
+def test_tokenizer_of_the_source_folder_comes_along(tmp_path, facts_sized_checkpoint):
+    to_hf(facts_sized_checkpoint, tmp_path / "model", tokenizer=TOKENIZER)
+    to_hf(tmp_path / "model", tmp_path / "copy")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (TOKENIZER / name).read_bytes()
+
+
+def test_source_that_is_no_checkpoint_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.pth")
     with pytest.raises(ConversionError, match="not a regular file"):
         to_hf(tmp_path / "pipe.pth", tmp_path / "again")
+
+
+def test_old_buffers_are_dropped_whatever_they_hold(tmp_path, tensors):
+    tensors["pos_cis"] = torch.ones(8, 4, dtype=torch.complex64)
+    tensors["layers.0.attention.mask"] = torch.full((1, 1, 8, 8), float("-inf"))
+    to_hf(save(tensors, tmp_path / "old.pth"), tmp_path / "model")
+    assert len(load_file(tmp_path / "model" / "model.safetensors")) == 24
 
 
 class Interrupted(BaseException):

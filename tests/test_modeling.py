@@ -6,6 +6,7 @@ from torch.testing import assert_close
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minimind_hf import (
     MiniMindForCausalLM,
@@ -110,6 +111,35 @@ def test_rms_norm_casts_once(dtype):
     # One rounding is off by half a unit in the last place, eps / 2 of the power of two below; two roundings by more.
     half_unit = torch.finfo(dtype).eps / 2 * 2.0 ** exact.abs().log2().floor()
     assert (difference.abs() <= 1.01 * half_unit).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_older_numerics_of_the_norm_are_those_of_llama(dtype):
+    ours, stock = MiniMindRMSNorm(64, eps=1e-5, scale_in_float32=False).to(dtype), LlamaRMSNorm(64, eps=1e-5).to(dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ours.weight.uniform_(0.5, 1.5)
+        stock.weight.copy_(ours.weight)
+    values = (3 * torch.randn(50, 64)).to(dtype)
+    assert torch.equal(ours(values), stock(values))
+
+
+def test_older_numerics_reach_every_norm_of_a_model():
+    older = tiny_model(rms_norm_scale_in_float32=False)
+    norms = [module for module in older.modules() if isinstance(module, MiniMindRMSNorm)]
+    assert len(norms) == 2 * 4 + 1
+    assert not any(norm.scale_in_float32 for norm in norms)
+    assert all(module.scale_in_float32 for module in tiny_model().modules() if isinstance(module, MiniMindRMSNorm))
+
+
+def test_shared_experts_are_added_for_every_token(input_ids):
+    """With routed experts of zero weights, a block's feed-forward is the sum of the shared ones."""
+    block = tiny_model(num_shared_experts=2, **MOE).model.layers[0].mlp
+    hidden_states = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        block.experts.down_proj.zero_()
+        first, second = block.shared_experts
+        assert_close(block(hidden_states), first(hidden_states) + second(hidden_states))
 
 
 def test_rms_norm_of_large_float16_values_is_finite():

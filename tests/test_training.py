@@ -285,6 +285,17 @@ def test_padding_does_not_change_the_balance_loss(input_ids):
         assert (model(torch.cat(parts, dim=1)).aux_loss - expected).abs() > 1e-3
 
 
+def test_balance_loss_within_sequences_is_the_mean_of_each_alone(input_ids):
+    model = tiny_model(seq_aux=True, **BALANCED).train()
+    together, alone = model(input_ids).aux_loss, [model(row[None]).aux_loss for row in input_ids]
+    assert_close(together, sum(alone) / 2)
+    over_the_batch = tiny_model(**BALANCED).train()(input_ids).aux_loss
+    assert (together - over_the_batch).abs() > 1e-3
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), input_ids], dim=1)
+    mask = torch.cat([torch.zeros(2, 5, dtype=torch.long), torch.ones_like(input_ids)], dim=1)
+    assert_close(model(padded, attention_mask=mask).aux_loss, together, rtol=0, atol=1e-5)
+
+
 def test_balance_loss_under_a_ready_mask(input_ids):
     model = tiny_model(**BALANCED).train()
     causal = torch.zeros(2, 1, 12, 12).masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf)
