@@ -1,5 +1,7 @@
 """Compare two models by the logits they give for the same random tokens."""
 
+import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +65,32 @@ def compare_logits(first, second, batch_size: int = 4, length: int = 64, seed: i
 
 def compare_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
     """Check that two dicts hold the same names and bits, and say how much was compared."""
+    return compare_digests(digests(found), digests(expected))
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What remains of a tensor when its memory is given back, enough to tell whether another one is bitwise equal."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sha256: bytes
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, Digest]:
+    """Take the digest of every tensor."""
+    taken = {}
+    for name, tensor in progress(tensors.items(), "Hashing"):
+        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        taken[name] = Digest(tensor.dtype, tuple(tensor.shape), hashlib.sha256(content).digest())
+    return taken
+
+
+def compare_digests(found: dict[str, Digest], expected: dict[str, Digest]) -> str:
+    """As `compare_tensors`."""
     if found.keys() != expected.keys():
         raise ConversionError(f"verification failed, names differ: {some_names(found.keys() ^ expected.keys())}")
-    for name, tensor in progress(expected.items(), "Verifying"):
-        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
+    for name, digest in expected.items():
+        if found[name] != digest:
             raise ConversionError(f"verification failed: {name} differs from the source")
-    return f"{len(expected)} tensors with {sum(tensor.numel() for tensor in expected.values()):,} values"
+    return f"{len(expected)} tensors with {sum(math.prod(digest.shape) for digest in expected.values()):,} values"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from minimind_hf.configuration_minimind import MiniMindConfig
 from minimind_hf.convert.checkpoint import Checkpoint, cast_tensors, load_checkpoint, reorder_rotary_rows
-from minimind_hf.convert.compare import compare_tensors
+from minimind_hf.convert.compare import Digest, compare_digests, digests
 from minimind_hf.convert.files import (
     FILE,
     MINIMIND_FOLDER,
@@ -61,9 +62,11 @@ def to_hf(
     checkpoint.tensors = cast_tensors(checkpoint.tensors, dtype)
     with written_whole(destination, [source], overwrite, MINIMIND_FOLDER) as draft:
         write_folder(checkpoint, draft)
+        expected = digests(checkpoint.tensors) if verify else None
+        checkpoint.tensors = {}  # gives the memory of the source back before the result is read
         if tokenizer is not None:
             copy_tokenizer(tokenizer, draft)
-        return (verify_folder(draft, checkpoint) if verify else "not verified") + assumed(checkpoint)
+        return (verify_folder(draft, checkpoint.config, expected) if verify else "not verified") + assumed(checkpoint)
 
 
 def assumed(checkpoint: Checkpoint) -> str:
@@ -111,7 +114,9 @@ def to_torch(
         torch.save(tensors, draft)
         if not verify:
             return "not verified"
-        counted = compare_tensors(read_torch_file(draft), tensors)
+        expected = digests(tensors)
+        del checkpoint, tensors  # gives the memory of the source back before the result is read
+        counted = compare_digests(digests(read_torch_file(draft)), expected)
         return f"verified: {counted} read back bit for bit equal, as {generation.title} names them"
 
 
@@ -139,13 +144,13 @@ def write_folder(checkpoint: Checkpoint, folder: Path):
     write_safetensors(checkpoint.tensors, folder / "model.safetensors")
 
 
-def verify_folder(folder: Path, checkpoint: Checkpoint) -> str:
-    """Open a written MiniMind folder and compare every tensor with the checkpoint that it was made from."""
+def verify_folder(folder: Path, config: MiniMindConfig, expected: dict[str, Digest]) -> str:
+    """Open a written MiniMind folder and compare its config and every tensor with what it was made from."""
     written = load_checkpoint(folder)
-    counted = compare_tensors(written.tensors, checkpoint.tensors)
-    if written.config.to_diff_dict() != checkpoint.config.to_diff_dict():
+    counted = compare_digests(digests(written.tensors), expected)
+    if written.config.to_diff_dict() != config.to_diff_dict():
         raise ConversionError("verification failed: the config reads back differently")
     if (folder / "tokenizer_config.json").exists():
         load_tokenizer(folder)
-    dtype = next(iter(checkpoint.tensors.values())).dtype
+    dtype = next(iter(expected.values())).dtype
     return f"verified: the folder opens, {counted} bit for bit equal to the source in {str(dtype)[6:]}"
