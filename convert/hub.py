@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from minimind_hf.convert.layout import ConversionError, first_line
@@ -38,7 +38,7 @@ def push_folder(folder: Path, repository: str, private: bool = True) -> str:
         api.upload_folder(
             repo_id=address.repo_id, folder_path=folder, ignore_patterns=["README.md"] if has_card else None
         )
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # the client's HTTP library has errors of its own
         raise ConversionError(
             f"{folder} is written, but pushing it to {repository} failed: {first_line(error)}. Check `hf auth whoami` "
             f"and the network, then `hf upload {repository} {folder}`"

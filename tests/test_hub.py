@@ -58,11 +58,12 @@ def hub():
 def python(hub, tmp_path):
     """Run a program in a fresh process whose Hub is the stand-in and whose cache is empty."""
 
-    def run(program, *arguments, cache):
+    def run(program, *arguments, cache, succeeds=True, **variables):
         command = [sys.executable, "-c", program, *map(str, arguments)]
-        options = {"env": hub.environment(tmp_path / cache), "stdin": subprocess.DEVNULL, "timeout": 300}
+        environment = hub.environment(tmp_path / cache) | variables
+        options = {"env": environment, "stdin": subprocess.DEVNULL, "timeout": 300}
         ended = subprocess.run(command, **options, cwd=tmp_path, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
+        assert (ended.returncode == 0) == succeeds, ended.stderr
         return ended
 
     return run
@@ -92,6 +93,56 @@ def test_converted_model_round_trips_through_the_hub(kind, hub, python, tmp_path
     for way in ("package", "remote code"):
         python(LOAD, way, tmp_path / f"{way}.pt", cache=way)
         torch.testing.assert_close(torch.load(tmp_path / f"{way}.pt"), expected, rtol=0, atol=1e-6)
+
+
+MINIMIND = "import minimind_hf.cli; minimind_hf.cli.main()"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A .pth file of a small model with as many tokens as the tokenizer has."""
+    tiny_model(vocab_size=6400, hidden_size=32, head_dim=8).save_pretrained(tmp_path / "trained")
+    to_torch(tmp_path / "trained", tmp_path / "trained.pth")
+    return tmp_path / "trained.pth"
+
+
+def test_command_converts_and_pushes_to_a_private_repository(hub, python, checkpoint, tmp_path):
+    options = ["--tokenizer", FIXTURES / "tokenizer", "--config", tmp_path / "trained" / "config.json"]
+    push = python(
+        MINIMIND, "convert", "to-hf", checkpoint, "model", *options, "--push-to-hub", "user/name", cache="push"
+    )
+    assert "verified: " in push.stdout and "/user/name" in push.stdout.splitlines()[-1]
+    assert "user/name" in hub.private
+    files = hub.repositories["user/name"]
+    pushed = set(files) - {".gitattributes"}
+    assert pushed == set(REPOSITORY) - {"chat_template.jinja"}  # this tokenizer keeps its template in its config
+    for name in pushed:
+        assert files[name] == (tmp_path / "model" / name).read_bytes()
+    python(LOAD, "package", tmp_path / "logits.pt", cache="load")
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")(torch.arange(3, 15)[None]).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=0, atol=1e-6)
+
+
+def test_pushed_repository_is_public_on_request_and_keeps_its_card(hub, python, checkpoint):
+    python(MINIMIND, "convert", "to-hf", checkpoint, "model", "--push-to-hub", "user/name", "--public", cache="push")
+    assert "user/name" not in hub.private
+    hub.repositories["user/name"]["README.md"] = b"My own words."
+    python(MINIMIND, "convert", "to-hf", checkpoint, "again", "--push-to-hub", "user/name", cache="push")
+    assert hub.repositories["user/name"]["README.md"] == b"My own words."
+    assert "user/name" not in hub.private
+
+
+def test_refused_push_keeps_the_folder_and_is_one_line(hub, python, checkpoint, tmp_path):
+    arguments = ["convert", "to-hf", checkpoint, "model", "--push-to-hub", "nobody/../name"]
+    refused = python(MINIMIND, *arguments, cache="push", succeeds=False)
+    assert "--push-to-hub nobody/../name" in refused.stderr
+    assert not (tmp_path / "model").exists()  # a name that cannot be is seen before anything is written
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    failed = python(MINIMIND, *arguments[:-1], "user/name", cache="push", succeeds=False, **offline)
+    assert "pushing it to user/name failed" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 def test_card_of_the_repository_is_kept(hub, python, tmp_path):
