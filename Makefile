@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 DEMO := .venv-demo
+FORMER := .venv-transformers4
 OLDEST_TRANSFORMERS := transformers==5.16.1 'huggingface_hub>=1.31,<2'
 
 .PHONY: demo test test-oldest lint format tiny clean
@@ -17,17 +18,30 @@ demo: ## install into a fresh environment, convert a .pth file, load it, answer 
 		--tokenizer assets/minimind-tiny --config assets/minimind-tiny/config.json
 	HF_HUB_OFFLINE=1 $(DEMO)/bin/python examples/ask.py demo/tiny
 
-test: $(VENV)/ready ## the whole test suite, on the versions of constraints.txt
-	$(VENV)/bin/python -m pytest
+# Exports are also loaded under transformers 4, which knows nothing of this package.
+PYTEST := MINIMIND_PYTHON_457=$(CURDIR)/$(FORMER)/bin/python
 
-# The oldest environment sees the packages of the first one behind its own, so that they share one torch.
-test-oldest: $(VENV)/ready ## the same tests on the oldest supported transformers
+test: $(VENV)/ready $(FORMER)/ready ## the whole test suite, on the versions of constraints.txt
+	$(PYTEST) $(VENV)/bin/python -m pytest
+
+test-oldest: $(VENV)/ready $(FORMER)/ready ## the same tests on the oldest supported transformers
 	$(PYTHON) -m venv --without-pip $(OLDEST)
-	$(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" \
-		> "$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
+	$(call see_newest,$(OLDEST))
 	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install --quiet -e . $(OLDEST_TRANSFORMERS)
 	$(OLDEST)/bin/python -c "import transformers; assert transformers.__version__ == '5.16.1', transformers"
-	$(OLDEST)/bin/python -m pytest
+	$(PYTEST) $(OLDEST)/bin/python -m pytest
+
+$(FORMER)/ready: $(VENV)/ready
+	$(PYTHON) -m venv --without-pip $(FORMER)
+	$(VENV)/bin/python -m pip --python $(FORMER)/bin/python install --quiet transformers==4.57.6
+	$(call see_newest,$(FORMER))
+	touch $@
+
+# Let an environment see the packages of the newest one behind its own, so that they share one torch.
+define see_newest
+$(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" \
+	> "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
+endef
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
@@ -47,4 +61,4 @@ $(VENV)/ready: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DEMO) demo build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(FORMER) $(DEMO) demo build *.egg-info

@@ -10,102 +10,12 @@ import typer
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging
 
+from minimind_hf.convert.commands import convert_app
+
 TINY_MODEL = Path(__file__).parent / "assets" / "minimind-tiny"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-convert_app = typer.Typer(no_args_is_help=True, help="Convert a checkpoint; every result is verified.")
 app.add_typer(convert_app, name="convert")
-
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="A .pth file of MiniMind's training, or a model folder.")]
-Folder = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")]
-File = Annotated[Path, typer.Argument(metavar="DST", help="The file to write.")]
-Tokenizer = Annotated[
-    Path | None, typer.Option(help="A folder whose tokenizer is copied along; by default the source, if it has one.")
-]
-Config = Annotated[
-    Path | None, typer.Option(help="A config.json of any MiniMind generation, for what the tensors cannot tell.")
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default: as in the source.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier conversion wrote there.")]
-SkipVerify = Annotated[bool, typer.Option("--skip-verify", help="Do not compare the result with the source.")]
-
-# What the tensors cannot tell, and no config says.
-GenerationName = Annotated[
-    str | None, typer.Option("--generation", help="minimind3, minimind2, minimind2-early or minimind1.")
-]
-Heads = Annotated[int | None, typer.Option("--num-attention-heads", help="Query heads, for files without q/k norms.")]
-Theta = Annotated[float | None, typer.Option("--rope-theta", help="Base of the rotary frequencies.")]
-Epsilon = Annotated[float | None, typer.Option("--rms-norm-eps", help="Added inside every RMSNorm.")]
-TopK = Annotated[int | None, typer.Option("--num-experts-per-tok", help="Experts that each token is sent to.")]
-
-
-@convert_app.command("to-hf")
-def convert_to_hf(
-    source: Source,
-    destination: Folder,
-    tokenizer: Tokenizer = None,
-    config: Config = None,
-    dtype: Dtype = None,
-    generation: GenerationName = None,
-    num_attention_heads: Heads = None,
-    rope_theta: Theta = None,
-    rms_norm_eps: Epsilon = None,
-    num_experts_per_tok: TopK = None,
-    push_to_hub: Annotated[str | None, typer.Option(metavar="REPO", help="Upload the folder there as well.")] = None,
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public, not private.")] = False,
-    overwrite: Overwrite = False,
-    skip_verify: SkipVerify = False,
-):
-    """Convert a checkpoint of any MiniMind generation to a Hugging Face folder."""
-    from minimind_hf.convert import to_hf
-    from minimind_hf.convert.hub import check_repository, push_folder
-
-    if push_to_hub is not None:
-        check_repository(push_to_hub)
-    elif public:
-        raise ValueError("--public belongs to --push-to-hub REPO, which was not given")
-    flags = collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok)
-    report = to_hf(source, destination, tokenizer, config, dtype, overwrite, not skip_verify, **flags)
-    typer.echo(f"{destination}: {report}")
-    if not (destination / "tokenizer_config.json").exists():
-        typer.echo("no tokenizer was added: --tokenizer DIR copies one, for generate and pipeline", err=True)
-    if push_to_hub is not None:
-        typer.echo(f"pushed to {push_folder(destination, push_to_hub, private=not public)}")
-
-
-def collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok) -> dict:
-    return {
-        "generation": generation,
-        "num_attention_heads": num_attention_heads,
-        "rope_theta": rope_theta,
-        "rms_norm_eps": rms_norm_eps,
-        "num_experts_per_tok": num_experts_per_tok,
-    }
-
-
-@convert_app.command("to-torch")
-def convert_to_torch(
-    source: Source,
-    destination: File,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="minimind3, minimind2, minimind2-early or minimind1: whose code shall load the file."),
-    ] = None,
-    config: Config = None,
-    generation: GenerationName = None,
-    num_attention_heads: Heads = None,
-    rope_theta: Theta = None,
-    rms_norm_eps: Epsilon = None,
-    num_experts_per_tok: TopK = None,
-    overwrite: Overwrite = False,
-    skip_verify: SkipVerify = False,
-):
-    """Convert a MiniMind folder to the .pth file that MiniMind's own scripts load."""
-    from minimind_hf.convert import to_torch
-
-    flags = collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok)
-    report = to_torch(source, destination, layout, config, overwrite, not skip_verify, **flags)
-    typer.echo(f"{destination}: {report}")
 
 
 @app.command("inspect")

@@ -29,8 +29,20 @@ setup(
         "typer",
     ],
     extras_require={
-        "train": ["datasets"],
-        "dev": ["datasets", "pytest", "pre-commit", "ruff", "codespell"],
+        "train": ["datasets>=4.7"],
+        "peft": ["peft"],
+        "gguf": ["gguf"],
+        "dev": [
+            "datasets>=4.7",
+            "peft",
+            "gguf",
+            "trl; python_version >= '3.11'",
+            "llama-cpp-python",  # what reads the exported GGUF files; built from source, with a C++ compiler
+            "pytest",
+            "pre-commit",
+            "ruff",
+            "codespell",
+        ],
     },
     entry_points={"console_scripts": ["minimind = minimind_hf.cli:main"]},
 )

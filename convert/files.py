@@ -5,6 +5,7 @@ import re
 import shutil
 import tempfile
 import zipfile
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,10 @@ from tqdm import tqdm
 from minimind_hf.convert.layout import ConversionError, clean_names
 
 READABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json")
+# Parts of an earlier result that a new one may lack; datasets keeps what `map` computed beside its shards.
+SHARD = re.compile(
+    r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|data-\d{5}-of-\d{5}\.arrow|cache-\w+\.arrow"
+)
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja "
     "vocab.json merges.txt tokenizer.model"
@@ -176,11 +180,11 @@ def read_json(path: Path) -> dict:
 
 
 def unique_keys(pairs: list[tuple]) -> dict:
-    keys = [key for key, _ in pairs]
-    repeated = [key for key in keys if keys.count(key) > 1]
-    if repeated:
-        raise ValueError(f"the key {repeated[0]!r} stands there twice")
-    return dict(pairs)
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        (repeated, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {repeated!r} stands there twice")
+    return content
 
 
 @dataclass(frozen=True)
