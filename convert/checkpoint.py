@@ -61,16 +61,15 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     """
     source = Path(source)
     own_tensors = read_tensors(source)
-    if config is None and source.is_dir():
-        config = source / "config.json"
-        if not config.is_file():
-            raise ConversionError(f"{source} is not a whole model folder: it lacks config.json. Pass one as --config")
+    config = find_config(source, config)
     given = read_json(config) if config else {}
     check_config_file(given, config)
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     wanted = flags.pop("generation", None)
     generation = recognise_generation(own_tensors, given, wanted)
-    generation_is_told = not generation.interleaved or wanted or any(key in given for key in EARLY_KEYS)
+    generation_is_told = (
+        not generation.interleaved or wanted or any(key in given for key in (*EARLY_KEYS, "use_qk_norm"))
+    )
 
     names = names_in(own_tensors, generation)
     tensors = {names.get(name, name): tensor for name, tensor in own_tensors.items()}
@@ -106,6 +105,15 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     told = {*given, *(generation.fixed if generation_is_told else ())}
     assumed = [] if generation_is_told else [f"generation {generation.title}"]
     return Checkpoint(source, tensors, model_config, generation, (*assumed, *assumptions(model_config, told)))
+
+
+def find_config(source: Path, config: Path | None) -> Path | None:
+    """The config.json that goes with a checkpoint: the given one, or else that of a folder."""
+    if config is not None or not source.is_dir():
+        return config
+    if not (source / "config.json").is_file():
+        raise ConversionError(f"{source} is not a whole model folder: it lacks config.json. Pass one as --config")
+    return source / "config.json"
 
 
 def check_config_file(given: dict, path):

@@ -245,9 +245,7 @@ def convert_dataset_file(
     destination: Folder,
     kind: Annotated[
         str | None,
-        typer.Option(
-            help="pretrain, sft, preference or rl; as the first line shows by default; rl looks like sft and must be named."
-        ),
+        typer.Option(help="pretrain, sft, preference or rl; by default what the first line shows, which is never rl."),
     ] = None,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave bad lines out, and say which, instead of refusing.")

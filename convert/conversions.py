@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from minimind_hf.configuration_minimind import MiniMindConfig
-from minimind_hf.convert.checkpoint import Checkpoint, cast_tensors, load_checkpoint, reorder_rotary_rows
+from minimind_hf.convert.checkpoint import Checkpoint, cast_tensors, find_config, load_checkpoint, reorder_rotary_rows
 from minimind_hf.convert.compare import Digest, compare_digests, digests
 from minimind_hf.convert.files import (
     FILE,
@@ -58,6 +58,7 @@ def to_hf(
     checkpoint = load_checkpoint(source, config, flags)
     tokenizer = find_tokenizer(source, tokenizer)
     if tokenizer is not None:
+        config = find_config(source, config)
         take_special_tokens(checkpoint.config, tokenizer, given=read_json(config) if config else {})
     checkpoint.tensors = cast_tensors(checkpoint.tensors, dtype)
     with written_whole(destination, [source], overwrite, MINIMIND_FOLDER) as draft:

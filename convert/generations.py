@@ -178,6 +178,8 @@ def recognise_generation(tensors, given: dict, wanted: str | None = None) -> Gen
         candidates = ["minimind3" if "model.layers.0.self_attn.q_norm.weight" in tensors else "minimind2"]
     elif wanted in candidates:
         candidates = [wanted]
+    elif "use_qk_norm" in given:  # a whole config of this package's own: nothing hangs on which of the two it is
+        candidates = ["minimind2-early"]
     elif any(key in given for key in EARLY_KEYS):
         candidates = ["minimind2-early" if "rope_theta" in given else "minimind1"]
     else:

@@ -414,6 +414,13 @@ def test_tokenizer_of_the_source_folder_comes_along(tmp_path, facts_sized_checkp
         assert (tmp_path / "copy" / name).read_bytes() == (TOKENIZER / name).read_bytes()
 
 
+def test_special_tokens_of_a_source_folder_are_kept(tmp_path, facts_sized_checkpoint):
+    (tmp_path / "config.json").write_text('{"eos_token_id": [2, 0]}')
+    to_hf(facts_sized_checkpoint, tmp_path / "model", tokenizer=TOKENIZER, config=tmp_path / "config.json")
+    to_hf(tmp_path / "model", tmp_path / "copy")
+    assert GenerationConfig.from_pretrained(tmp_path / "copy").eos_token_id == [2, 0]
+
+
 def test_source_that_is_no_checkpoint_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.pth")
     with pytest.raises(ConversionError, match="not a regular file"):

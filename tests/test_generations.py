@@ -209,6 +209,15 @@ def test_nothing_is_assumed_where_a_config_tells(tmp_path):
         assert load_checkpoint(case / "weights.pth", case / "hf_config.json").assumed == ()
 
 
+def test_config_of_a_converted_folder_fits_its_source(tmp_path):
+    for case in GOLDEN_CASES:
+        first, again = tmp_path / f"{case_name(case)}-1", tmp_path / f"{case_name(case)}-2"
+        to_hf(case / "weights.pth", first, config=case / "hf_config.json")
+        to_hf(case / "weights.pth", again, config=first / "config.json")
+        assert (first / "config.json").read_bytes() == (again / "config.json").read_bytes()
+        assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
 def test_flags_tell_what_tensors_cannot(tmp_path):
     case = FIXTURES / "minimind1" / "moe"
     flags = {"generation": "minimind1", "num_attention_heads": 4, "rms_norm_eps": 1e-4, "num_experts_per_tok": 3}
