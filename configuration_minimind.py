@@ -290,7 +290,7 @@ class MiniMindConfig(PreTrainedConfig):
 def refuse_bad_rope(rope):
     """Raise for rope parameters that are unknown, or that give no frequencies."""
     rope_type, theta = rope["rope_type"], rope["rope_theta"]
-    if rope_type not in ROPE_KEYS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise ValueError(f"rope_type={rope_type!r} is not one of {', '.join(ROPE_KEYS)}")
     unknown = sorted(rope.keys() - ROPE_KEYS[rope_type] - {"rope_type", "rope_theta"})
     if unknown:

@@ -85,7 +85,7 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
         known["tie_word_embeddings"] = False  # two weights that happen to be equal
     check_agreement(given, config, known, f"the tensors of {source} say", flags)
 
-    values = known | given
+    values = given | known
     try:
         if not spelled_here:
             values = generation.complete(generation.defaults | values)
@@ -132,7 +132,9 @@ def check_config_file(given: dict, path):
 
 
 def translate_keys(given: dict, generation: Generation, path) -> dict:
-    """Bring a config from its generation's spelling to that of MiniMindConfig, without the keys that are null.
+    """Bring a config from its generation's spelling to that of MiniMindConfig.
+
+    Null stands for a missing key, except in a config of this package's own, which writes every key.
 
     Raises:
         ConversionError: it is the config of another generation, or two of its keys contradict each other.
@@ -147,7 +149,7 @@ def translate_keys(given: dict, generation: Generation, path) -> dict:
         raise ConversionError(f"{path} is the config of another generation: the tensors are of {generation.title}")
     translated = {}
     for key, value in given.items():
-        if value is None or key in generation.unneeded_keys:
+        if (value is None and "use_qk_norm" not in given) or key in generation.unneeded_keys:
             continue
         name = generation.config_keys.get(key, key)
         if translated.setdefault(name, value) != value:
@@ -158,7 +160,7 @@ def translate_keys(given: dict, generation: Generation, path) -> dict:
 def check_agreement(given: dict, given_by, told: dict, told_by, flags=()):
     """Raise a ConversionError where two sources give one config value differently."""
     for name in given.keys() & told.keys():
-        if given[name] != told[name]:
+        if given[name] not in (None, told[name]):
             culprit, origin = name, given_by
             if name in flags:
                 culprit, origin = f"--{name.replace('_', '-')}", "the arguments"

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 import torch
-from conftest import FIXTURES, GOLDEN_CASES, SAVED_FILES, case_name, tiny_config
+from conftest import FIXTURES, GOLDEN_CASES, SAVED_FILES, case_name, tiny_config, tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -419,6 +419,13 @@ def test_special_tokens_of_a_source_folder_are_kept(tmp_path, facts_sized_checkp
     to_hf(facts_sized_checkpoint, tmp_path / "model", tokenizer=TOKENIZER, config=tmp_path / "config.json")
     to_hf(tmp_path / "model", tmp_path / "copy")
     assert GenerationConfig.from_pretrained(tmp_path / "copy").eos_token_id == [2, 0]
+
+
+def test_null_in_a_folder_of_its_own_stays_null(tmp_path):
+    model = tiny_model(pad_token_id=None)
+    model.save_pretrained(tmp_path / "model")
+    to_hf(tmp_path / "model", tmp_path / "copy")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "copy").config.pad_token_id is None
 
 
 def test_source_that_is_no_checkpoint_is_refused(tmp_path):
