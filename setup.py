@@ -31,7 +31,7 @@ setup(
     extras_require={
         "train": ["datasets>=4.7"],
         "peft": ["peft"],
-        "gguf": ["gguf"],
+        "gguf": ["gguf>=0.19"],
         "dev": [
             "datasets>=4.7",
             "peft",

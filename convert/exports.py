@@ -96,7 +96,7 @@ def to_qwen3(
     dtype: str | None = None,
     overwrite: bool = False,
     verify: bool = True,
-    flags: dict | None = None,
+    **flags,
 ) -> str:
     """Convert a MiniMind-3 to a folder of `Qwen3ForCausalLM`, or of `Qwen3MoeForCausalLM` for a mixture of experts.
 
@@ -112,7 +112,7 @@ def to_qwen3(
         dtype: "float32", "float16" or "bfloat16"; by default that of the checkpoint.
         overwrite: replace an existing folder of the same kind.
         verify: read the result back, and compare tensors, logits and tokens with the source's.
-        flags: config values, such as num_attention_heads; each must agree with the tensors and with `config`.
+        **flags: config values, such as num_attention_heads; each must agree with the tensors and with `config`.
 
     Returns:
         One line that says what was verified, and what could not be expressed.
@@ -133,7 +133,7 @@ def to_llama(
     dtype: str | None = None,
     overwrite: bool = False,
     verify: bool = True,
-    flags: dict | None = None,
+    **flags,
 ) -> str:
     """Convert a dense MiniMind2 or MiniMind v1 to a folder of `LlamaForCausalLM`; everything else as in `to_qwen3`."""
     checkpoint = load_checkpoint(Path(source), config, flags)

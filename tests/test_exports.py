@@ -473,7 +473,7 @@ def test_llama_whose_heads_do_not_divide_the_width_is_refused(tmp_path):
 def test_flags_and_damaged_files_are_refused(tmp_path):
     case = FIXTURES / "minimind3" / "dense"
     with pytest.raises(ConversionError, match="--num-attention-heads is 8"):
-        export(case, tmp_path / "stock", flags={"num_attention_heads": 8})
+        export(case, tmp_path / "stock", **{"num_attention_heads": 8})
     with pytest.raises(ConversionError, match="--dtype int3"):
         export(case, tmp_path / "stock", dtype="int3")
     whole = (case / "weights.pth").read_bytes()
