@@ -180,7 +180,7 @@ class MiniMindConfig(PreTrainedConfig):
         """
         known = {field.name for field in fields(cls)} | {"rope_theta", "rope_scaling"}
         given = {name: kwargs.pop(name) for name in known & kwargs.keys() - {"dtype"}}
-        if "n_routed_experts" in config_dict and not any(key in config_dict for key in EARLY_KEYS):
+        if "n_routed_experts" in config_dict and not is_early_config(config_dict):
             config_dict = from_minimind2(config_dict, top_k=given.get("num_experts_per_tok"))
         return super().from_dict({**config_dict, **given}, **kwargs)
 
@@ -339,13 +339,16 @@ def from_minimind2(values: dict, top_k: int | None = None) -> dict:
     return config
 
 
+def is_early_config(values: dict) -> bool:
+    return any(key in values for key in EARLY_KEYS)
+
+
 def refuse_older_spelling(keys):
     """Raise for keys of older generations, which would be ignored here."""
-    early = [key for key in EARLY_KEYS if key in keys]
-    if early:
+    if is_early_config(keys):
         raise ValueError(
-            f"{early[0]!r} in the config: this is an early MiniMind2 or a MiniMind v1, whose tensors have other names "
-            "and another order. `minimind convert to-hf` makes a folder of it that loads"
+            f"{' or '.join(EARLY_KEYS)} in the config: this is an early MiniMind2 or MiniMind v1, whose tensors have "
+            "other names and another order. `minimind convert to-hf` makes a folder of it that loads"
         )
     minimind2 = [key for key in (*MINIMIND2_KEYS, "aux_loss_alpha") if key in keys]
     if minimind2:

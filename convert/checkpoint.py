@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from minimind_hf.configuration_minimind import EARLY_KEYS, MiniMindConfig
+from minimind_hf.configuration_minimind import MiniMindConfig, is_early_config
 from minimind_hf.convert.files import read_json, read_tensors
 from minimind_hf.convert.generations import (
     GENERATIONS,
@@ -67,31 +67,13 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     wanted = flags.pop("generation", None)
     generation = recognise_generation(own_tensors, given, wanted)
-    generation_is_told = (
-        not generation.interleaved or wanted or any(key in given for key in (*EARLY_KEYS, "use_qk_norm"))
-    )
 
     names = names_in(own_tensors, generation)
     tensors = {names.get(name, name): tensor for name, tensor in own_tensors.items()}
-    spelled_here = "use_qk_norm" in given  # save_pretrained writes every key, so nothing is to be completed
-    given = translate_keys(given, generation, config)
-    check_agreement(flags, "the arguments", given, f"{config} says", flags)
-    given |= flags
-    heads = given.get("num_attention_heads")
-    if heads is None and "model.layers.0.self_attn.q_norm.weight" not in tensors:
-        heads = assume_heads(own_tensors, generation)
-    known = infer_sizes(tensors, heads) | {"tie_word_embeddings": is_tied(tensors)}
-    if known["tie_word_embeddings"] and given.get("tie_word_embeddings") is False and "lm_head.weight" in tensors:
-        known["tie_word_embeddings"] = False  # two weights that happen to be equal
-    check_agreement(given, config, known, f"the tensors of {source} say", flags)
-
-    values = given | known
-    try:
-        if not spelled_here:
-            values = generation.complete(generation.defaults | values)
-        model_config = MiniMindConfig(**values)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise ConversionError(f"{config or source}: {error}") from error
+    told = translate_keys(given, generation, config)
+    check_agreement(flags, told, f"{config} says", flags, config)
+    told |= flags
+    model_config = complete_config(tensors, generation, told, is_own_config(given), flags, config, source)
 
     shapes = expected_shapes(model_config)
     if "lm_head.weight" in tensors:
@@ -102,9 +84,35 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
         tensors = reorder_rotary_rows(tensors, model_config.head_dim, pair_halves)
     if model_config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    told = {*given, *(generation.fixed if generation_is_told else ())}
-    assumed = [] if generation_is_told else [f"generation {generation.title}"]
-    return Checkpoint(source, tensors, model_config, generation, (*assumed, *assumptions(model_config, told)))
+    generation_is_told = not generation.interleaved or wanted or is_own_config(given) or is_early_config(given)
+    assumed = assumptions(model_config, told.keys(), generation, generation_is_told)
+    return Checkpoint(source, tensors, model_config, generation, assumed)
+
+
+def complete_config(tensors, generation: Generation, told: dict, is_own: bool, flags, path, source) -> MiniMindConfig:
+    """Make a whole config of what the tensors tell, of what a config and flags tell, and of the generation's defaults.
+
+    Args:
+        tensors: by the names of layout.py.
+        generation: whose defaults count.
+        told: by a config and by flags, in MiniMindConfig's keys; must agree with the tensors.
+        is_own: the config is whole and of this package's own, so that no default is wanted.
+        flags: which keys of `told` are flags; this and the next two are for messages.
+        path: of the config.
+        source: of the tensors.
+    """
+    heads = told.get("num_attention_heads")
+    if heads is None and "model.layers.0.self_attn.q_norm.weight" not in tensors:
+        heads = assume_heads(tensors, generation)
+    known = infer_sizes(tensors, heads) | {"tie_word_embeddings": is_tied(tensors)}
+    if known["tie_word_embeddings"] and told.get("tie_word_embeddings") is False and "lm_head.weight" in tensors:
+        known["tie_word_embeddings"] = False  # two weights that happen to be equal
+    check_agreement(told, known, f"the tensors of {source} say", flags, path)
+    try:
+        values = told | known
+        return MiniMindConfig(**(values if is_own else generation.complete(generation.defaults | values)))
+    except (ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise ConversionError(f"{path or source}: {error}") from error
 
 
 def find_config(source: Path, config: Path | None) -> Path | None:
@@ -131,6 +139,11 @@ def check_config_file(given: dict, path):
         raise ConversionError(f"{path} has no key of a MiniMind config; it holds {some_names(given)}")
 
 
+def is_own_config(given: dict) -> bool:
+    """Whether a config was written by MiniMindConfig of this package, which writes every key."""
+    return {"use_qk_norm", "rms_norm_scale_in_float32"} <= given.keys()
+
+
 def translate_keys(given: dict, generation: Generation, path) -> dict:
     """Bring a config from its generation's spelling to that of MiniMindConfig.
 
@@ -142,14 +155,14 @@ def translate_keys(given: dict, generation: Generation, path) -> dict:
     is_minimind3 = generation is GENERATIONS["minimind3"]
     written_by_minimind3 = "moe_intermediate_size" in given and "use_qk_norm" not in given
     if (
-        (any(key in given for key in EARLY_KEYS) and not generation.interleaved)
+        (is_early_config(given) and not generation.interleaved)
         or ("n_routed_experts" in given and is_minimind3)
         or (written_by_minimind3 and not is_minimind3)
     ):
         raise ConversionError(f"{path} is the config of another generation: the tensors are of {generation.title}")
     translated = {}
     for key, value in given.items():
-        if (value is None and "use_qk_norm" not in given) or key in generation.unneeded_keys:
+        if (value is None and not is_own_config(given)) or key in generation.unneeded_keys:
             continue
         name = generation.config_keys.get(key, key)
         if translated.setdefault(name, value) != value:
@@ -157,19 +170,18 @@ def translate_keys(given: dict, generation: Generation, path) -> dict:
     return translated
 
 
-def check_agreement(given: dict, given_by, told: dict, told_by, flags=()):
-    """Raise a ConversionError where two sources give one config value differently."""
+def check_agreement(given: dict, told: dict, told_by: str, flags: dict, path):
+    """Raise a ConversionError where a config or a flag gives a value that is told otherwise."""
     for name in given.keys() & told.keys():
         if given[name] not in (None, told[name]):
-            culprit, origin = name, given_by
-            if name in flags:
-                culprit, origin = f"--{name.replace('_', '-')}", "the arguments"
+            culprit = f"--{name.replace('_', '-')}" if name in flags else name
+            origin = "the arguments" if name in flags else path
             raise ConversionError(f"{culprit} is {given[name]} in {origin}, but {told_by} {told[name]}")
 
 
-def assume_heads(own_tensors, generation: Generation) -> int:
+def assume_heads(tensors, generation: Generation) -> int:
     """The number of heads of the published models of a generation, where the shapes are theirs."""
-    if not has_published_heads(own_tensors, generation):
+    if not has_published_heads(tensors, generation):
         raise ConversionError(
             f"the tensors of a {generation.title} do not tell the number of heads, and these have not the shapes of "
             "its published models: pass --config with its config.json, or --num-attention-heads"
@@ -177,17 +189,16 @@ def assume_heads(own_tensors, generation: Generation) -> int:
     return generation.heads
 
 
-def assumptions(config: MiniMindConfig, told: set[str]) -> list[str]:
-    """List the values in force that no tensor tells and that are not in `told`."""
-    untold = [
-        *UNTOLD,
-        *(UNTOLD_OF_EXPERTS if config.use_moe else ()),
-        *(() if config.use_qk_norm else UNTOLD_OF_HEADS),
-    ]
-    values = {"rope_theta": config.rope_parameters["rope_theta"]}
-    if "rope_parameters" in told:
-        told = told | {"rope_theta"}
-    return [f"{name} {values.get(name, getattr(config, name, None))}" for name in untold if name not in told]
+def assumptions(config: MiniMindConfig, told, generation: Generation, generation_is_told: bool) -> tuple[str, ...]:
+    """List the values in force that neither the tensors nor `told` nor the code of a known generation settles."""
+    untold = [*UNTOLD, *(UNTOLD_OF_EXPERTS if config.use_moe else ())]
+    untold += [] if config.use_qk_norm else UNTOLD_OF_HEADS
+    settled = {*told, *(generation.fixed if generation_is_told else ())}
+    settled |= {"rope_theta"} if "rope_parameters" in told else set()
+    theta = config.rope_parameters["rope_theta"]
+    values = {name: theta if name == "rope_theta" else getattr(config, name) for name in untold if name not in settled}
+    unclear = [] if generation_is_told else [f"generation {generation.title}"]
+    return (*unclear, *(f"{name} {value}" for name, value in values.items()))
 
 
 def reorder_rotary_rows(tensors, head_dim: int, reorder) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ state dict; the way back is its computed inverse.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from minimind_hf.configuration_minimind import EARLY_KEYS, MINIMIND2_KEYS, MiniMindConfig, from_minimind2
+from minimind_hf.configuration_minimind import MINIMIND2_KEYS, MiniMindConfig, from_minimind2, is_early_config
 from minimind_hf.convert.layout import (
     ATTENTION,
     BLOCK_NORMS,
@@ -180,7 +180,7 @@ def recognise_generation(tensors, given: dict, wanted: str | None = None) -> Gen
         candidates = [wanted]
     elif "use_qk_norm" in given:  # a whole config of this package's own: nothing hangs on which of the two it is
         candidates = ["minimind2-early"]
-    elif any(key in given for key in EARLY_KEYS):
+    elif is_early_config(given):
         candidates = ["minimind2-early" if "rope_theta" in given else "minimind1"]
     else:
         candidates = [key for key in candidates if has_published_heads(tensors, GENERATIONS[key])]
@@ -195,9 +195,11 @@ def recognise_generation(tensors, given: dict, wanted: str | None = None) -> Gen
 
 
 def has_published_heads(tensors, generation: Generation) -> bool:
-    """Whether the query and key projections are as wide as in the published models of a generation."""
-    own_name = {name: own.format(layer=0) for own, name in generation.names.items() if "self_attn" in name}
-    query, key = (tensors.get(own_name[f"model.layers.{{layer}}.self_attn.{part}_proj.weight"]) for part in "qk")
+    """Whether the query and key projections, by either name, are as wide as in a generation's published models."""
+    query, key = (
+        tensors.get(f"model.layers.0.self_attn.{part}_proj.weight", tensors.get(f"layers.0.attention.w{part}.weight"))
+        for part in "qk"
+    )
     if query is None or key is None or query.dim() != 2 or key.dim() != 2:
         return False
     is_published = query.shape[1] in generation.published_widths and query.shape[0] == query.shape[1]

@@ -125,6 +125,8 @@ def infer_sizes(tensors: dict[str, torch.Tensor], num_attention_heads: int | Non
     if use_qk_norm:
         head_dim = rows("model.layers.{layer}.self_attn.q_norm.weight", dimensions=1)
         num_attention_heads = query // head_dim
+    elif not isinstance(num_attention_heads, int) or isinstance(num_attention_heads, bool):
+        raise ConversionError(f"num_attention_heads is {num_attention_heads!r}: expected a whole number")
     elif num_attention_heads <= 0 or query % num_attention_heads or key % (query // num_attention_heads):
         raise ConversionError(
             f"--num-attention-heads {num_attention_heads}: the {query} rows of the query projection and the {key} of "
