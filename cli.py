@@ -10,7 +10,8 @@ import typer
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging
 
-from minimind_hf.convert.commands import convert_app
+from minimind_hf import __version__
+from minimind_hf.convert.commands import Config, GenerationName, Heads, convert_app
 
 TINY_MODEL = Path(__file__).parent / "assets" / "minimind-tiny"
 
@@ -18,12 +19,27 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(convert_app, name="convert")
 
 
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Say which version this is.", is_eager=True)] = False,
+):
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.command("inspect")
-def inspect_checkpoint(path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER")]):
-    """Say what a checkpoint is: generation, sizes, parameters, dtype."""
+def inspect_checkpoint(
+    path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER", help="A .pth file, or a model folder.")],
+    config: Config = None,
+    generation: GenerationName = None,
+    num_attention_heads: Heads = None,
+):
+    """Say what a checkpoint is: generation, sizes, parameters, dtype, and what had to be assumed."""
     from minimind_hf.convert.inspection import describe
 
-    for name, value in describe(path).items():
+    flags = {"generation": generation, "num_attention_heads": num_attention_heads}
+    for name, value in describe(path, config, flags).items():
         typer.echo(f"{name:<24} {value}")
 
 
@@ -33,12 +49,23 @@ def verify_models(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of two logits that passes.")] = 1e-4,
     seed: Annotated[int, typer.Option(help="Of the random token ids.")] = 0,
+    config: Config = None,
+    generation: GenerationName = None,
+    num_attention_heads: Heads = None,
 ):
-    """Compare the logits of two models on random tokens, in float32; exit with 1 where they differ."""
+    """Compare the logits of two models on random tokens, in float32; exit with 1 where they differ.
+
+    A .pth file has no config: it takes the one of --config, else that of the other model. Then the comparison cannot
+    show whether that config is right.
+    """
     from minimind_hf.convert.compare import compare_logits, load_for_comparison
 
-    models = load_for_comparison(first, other=second), load_for_comparison(second, other=first)
+    flags = {"generation": generation, "num_attention_heads": num_attention_heads}
+    pairs = ((first, second), (second, first))
+    models, origins = zip(*(load_for_comparison(*pair, config, flags) for pair in pairs), strict=True)
     result = compare_logits(*models, seed=seed)
+    for path, origin in zip((first, second), origins, strict=True):
+        typer.echo(f"config of {path}: {origin}")
     typer.echo(f"max difference    {result.max_difference:.3g}")
     typer.echo(f"greedy agreement  {result.greedy_agreement:.2%} of {result.positions} positions")
     typer.echo(f"KL divergence     {result.kl_divergence:.3g} nats")
@@ -49,7 +76,7 @@ def verify_models(
 
 @app.command("generate")
 def generate_text(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to answer, or to continue.")],
     model: Annotated[Path, typer.Option(help="A model folder.", show_default="the package's tiny model")] = TINY_MODEL,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens at the latest.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
@@ -91,7 +118,8 @@ def stream_answer(folder: Path, prompt: str, max_new_tokens: int, temperature: f
 def main():
     """Run the command; whatever is wrong with the input becomes one line and exit status 1."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that an interrupted conversion cleans up
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -37,11 +37,17 @@ ROPE_KEYS = {
     "yarn": {*YARN_PARAMETERS, "mscale", "mscale_all_dim", "truncate"},
 }
 
-# Keys of other decoder configs whose feature MiniMind does not have: only the value that switches it off is accepted.
+# Keys that transformers or other decoder configs know, for what MiniMind does not have: only the value that switches
+# it off is accepted.
 NEUTRAL_VALUES = {
     "attention_bias": False,
+    "attention_chunk_size": None,
+    "attribute_map": {},
     "attn_logit_softcapping": None,
+    "custom_pipelines": {},
+    "decoder": None,
     "final_logit_softcapping": None,
+    "is_causal": True,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
@@ -49,6 +55,8 @@ NEUTRAL_VALUES = {
     "routed_scaling_factor": 1.0,
     "scoring_func": "softmax",
     "sliding_window": None,
+    "text_config": None,
+    "transformers_weights": None,
     "use_sliding_window": False,
 }
 
@@ -75,7 +83,8 @@ class MiniMindConfig(PreTrainedConfig):
     """Every size and switch of a MiniMind model.
 
     The defaults are those of the published MiniMind-3 (64M parameters). Keys that are not listed here are kept and
-    written back by `save_pretrained`. The old spelling `rope_theta` + `rope_scaling` is understood as well, and
+    written back by `save_pretrained`. A mixture of experts also has `output_router_logits` (return the router logits of
+    every block; default False), a dense model has no such attribute. The old spelling `rope_theta` + `rope_scaling` is understood as well, and
     `from_pretrained` and `from_dict` understand the published configs of MiniMind2.
 
     Raises:
@@ -147,7 +156,6 @@ class MiniMindConfig(PreTrainedConfig):
     num_shared_experts: int = 0  # experts that every token passes through besides; MiniMind2 has one
     router_aux_loss_coef: float | int = 5e-4  # weight of the load-balancing loss; 0 switches it off
     seq_aux: bool = False  # balance the experts within each sequence, not over the batch; MiniMind2 does
-    output_router_logits: bool = False  # return the router logits of every block
     bos_token_id: int | None = 1  # <|im_start|>
     eos_token_id: int | list[int] | None = 2  # <|im_end|>
     pad_token_id: int | None = 0  # <|endoftext|>
@@ -155,6 +163,11 @@ class MiniMindConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         refuse_older_spelling(kwargs)
         refuse_unsupported_features(kwargs)
+        output_router_logits = kwargs.pop("output_router_logits", False)
+        if not isinstance(output_router_logits, bool):
+            raise ValueError(f"output_router_logits={output_router_logits!r}: it must be true or false")
+        if self.use_moe:  # trainers take any config that has this attribute for a mixture of experts
+            self.output_router_logits = output_router_logits
         self._refuse_bad_sizes()
 
         if self.num_key_value_heads is None:
@@ -178,7 +191,7 @@ class MiniMindConfig(PreTrainedConfig):
 
         A config of MiniMind2 is translated.
         """
-        known = {field.name for field in fields(cls)} | {"rope_theta", "rope_scaling"}
+        known = {field.name for field in fields(cls)} | {"rope_theta", "rope_scaling", "output_router_logits"}
         given = {name: kwargs.pop(name) for name in known & kwargs.keys() - {"dtype"}}
         if "n_routed_experts" in config_dict and not is_early_config(config_dict):
             config_dict = from_minimind2(config_dict, top_k=given.get("num_experts_per_tok"))
@@ -218,6 +231,8 @@ class MiniMindConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}={value}: it must be positive and finite")
+        if self.rms_norm_eps >= 1:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps}: it must be below 1, or it drowns what it is added to")
         for name in ("initializer_range", "num_shared_experts", "router_aux_loss_coef"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -295,12 +310,15 @@ def refuse_bad_rope(rope):
     unknown = sorted(rope.keys() - ROPE_KEYS[rope_type] - {"rope_type", "rope_theta"})
     if unknown:
         raise ValueError(f"rope_parameters hold {', '.join(unknown)}, which rope_type={rope_type!r} does not have")
-    if not is_number(theta) or not 1 < theta < 1e30:
-        raise ValueError(f"rope_theta={theta!r}: it must be a number above 1 and below 1e30")
+    if not is_number(theta) or not 1 < theta <= 1e15:
+        raise ValueError(f"rope_theta={theta!r}: it must be a number above 1, and 1e15 at most")
+    if not isinstance(rope.get("truncate", True), bool):
+        raise ValueError(f"truncate={rope['truncate']!r} in the rope parameters: it must be true or false")
     required = {"factor"} & ROPE_KEYS[rope_type]
-    for name in required | ({"original_max_position_embeddings", "attention_factor"} & rope.keys()):
-        if not is_number(rope.get(name)) or not 0 < rope[name] < math.inf:
-            raise ValueError(f"rope_type={rope_type!r} needs a positive, finite {name}, got {rope.get(name)}")
+    for name in required | (rope.keys() - {"rope_type", "rope_theta", "truncate"}):
+        lowest = 1 if name == "factor" else 1e-6
+        if not is_number(rope.get(name)) or not lowest <= rope[name] <= 1e9:
+            raise ValueError(f"rope_type={rope_type!r} needs a {name} from {lowest} to 1e9, got {rope.get(name)!r}")
 
 
 def is_number(value) -> bool:
@@ -361,7 +379,7 @@ def refuse_older_spelling(keys):
 def refuse_unsupported_features(keys):
     """Raise where a key asks for something that MiniMind does not have, or would damage the config itself."""
     for key, neutral in NEUTRAL_VALUES.items():
-        if keys.get(key, neutral) != neutral:
+        if key in keys and (keys[key] != neutral or isinstance(keys[key], bool) != isinstance(neutral, bool)):
             raise ValueError(f"{key}={keys[key]!r}: MiniMind supports only {key}={neutral!r}")
     for key in keys:
         if callable(getattr(MiniMindConfig, key, None)):

@@ -34,7 +34,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -322,7 +322,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     # Position tables and causal masks of old files; this model computes its own.
-    _keys_to_ignore_on_load_unexpected = [r"(^|\.)(freqs_cos|freqs_sin|pos_cis|mask)$"]
+    _keys_to_ignore_on_load_unexpected = [r"(^|\.)(freqs_cos|freqs_sin|pos_cis)$", r"(^|attention\.|attn\.)mask$"]
     # Outputs that hooks collect on request (`output_hidden_states=True`, …), so that no forward has to pass them on:
     # `@capture_outputs` adds them to what the trunk returns.
     _can_record_outputs = {
@@ -397,6 +397,37 @@ files of this repository. With the package `minimind-hf` installed, `import mini
 """
 
 
+def refuse_bad_lengths(config: MiniMindConfig, hidden_states, attention_mask, position_ids, cache):
+    """Raise for a mask [B, L] of another shape, and for positions that the model is not made for.
+
+    This never makes the host wait for an accelerator, unless the input is longer than the positions reach.
+    """
+    batch, length = hidden_states.shape[:2]
+    grows = cache is None or isinstance(cache, DynamicCache)  # others have room for more, which a mask may cover
+    if grows and cache is not None:
+        length += cache.get_seq_length()
+    if attention_mask is not None and attention_mask.dim() == 2:
+        if attention_mask.shape[0] != batch or (grows and attention_mask.shape[1] != length):
+            raise ValueError(
+                f"attention_mask is {list(attention_mask.shape)}, but the batch and the length of the input, with "
+                f"what is cached, are {[batch, length]}"
+            )
+        length = attention_mask.shape[1]
+
+    rope, limit = config.rope_parameters, config.max_position_embeddings
+    if rope["rope_type"] == "dynamic":  # reaches as far as it is asked to
+        return
+    if rope["rope_type"] == "linear":
+        limit = int(limit * rope["factor"])
+    if position_ids.device.type == "cpu" or (length > limit and not position_ids.is_meta):
+        last = position_ids.max().item()
+        if last >= limit:
+            raise ValueError(
+                f"position {last} is too far: max_position_embeddings={config.max_position_embeddings} and rope_type="
+                f"{rope['rope_type']!r} reach to {limit - 1}. Shorten the input, or change them when loading the model"
+            )
+
+
 class MiniMindModel(MiniMindPreTrainedModel):
     """The trunk: embedding, blocks, final norm."""
 
@@ -437,7 +468,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
             `last_hidden_state` [B, S, H], and the cache.
 
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds; a cache under gradient checkpointing.
+            ValueError: both or neither of input_ids and inputs_embeds; a cache under gradient checkpointing; a mask of
+                another shape; positions beyond `max_position_embeddings` (not checked in a compiled graph); router
+                logits asked for under reentrant gradient checkpointing.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -454,6 +487,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
             first = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0) + first
 
+        if not is_tracing(hidden_states):
+            refuse_bad_lengths(self.config, hidden_states, attention_mask, position_ids, cache)
         if attention_mask is not None and attention_mask.dim() == 4 and not attention_mask.is_floating_point():
             # Attention functions add a ready mask to the scores; zeros and ones would be added as they are.
             allowed, lowest = attention_mask.bool(), torch.finfo(hidden_states.dtype).min
@@ -474,6 +509,12 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 position_ids=position_ids,
                 cache=cache,
                 **kwargs,
+            )
+        reentrant = self.gradient_checkpointing and type(hidden_states.grad_fn).__name__ == "CheckpointFunctionBackward"
+        if reentrant and kwargs.get("output_router_logits"):
+            raise ValueError(
+                "reentrant gradient checkpointing hides the router's logits, so a balance loss would train nothing: "
+                "pass gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
@@ -544,11 +585,11 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
         Returns:
             `logits` [B, S, V], or of the positions kept; `loss`, the mean cross entropy over the labels; `aux_loss`,
-            the weighted balance loss of a mixture of experts, in training or where router logits are asked for (in
-            training `loss` includes it); the cache, and what else was asked for.
+            the balance loss of a mixture of experts, not yet weighted, in training or where router logits are asked for
+            (in training `loss` includes it, times `router_aux_loss_coef`); the cache, and what else was asked for.
         """
         if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
+            output_router_logits = getattr(self.config, "output_router_logits", False)
         balances_experts = self.config.use_moe and self.config.router_aux_loss_coef > 0 and self.training
         outputs = self.model(
             input_ids=input_ids,
@@ -570,7 +611,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         if outputs.router_logits is not None:
             aux_loss = self._balance_loss(outputs.router_logits, attention_mask, outputs.last_hidden_state.shape[:2])
             if loss is not None and balances_experts:
-                loss = loss + share_of_batch(labels, kwargs.get("num_items_in_batch")) * aux_loss.to(loss.device)
+                weight = self.config.router_aux_loss_coef * share_of_batch(labels, kwargs.get("num_items_in_batch"))
+                loss = loss + weight * aux_loss.to(loss.device)
 
         return MoeCausalLMOutputWithPast(
             loss=loss,
@@ -583,19 +625,12 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         )
 
     def _balance_loss(self, router_logits, attention_mask, batch_and_sequence):
-        gate = self.model.layers[0].mlp.gate
-        if torch.is_grad_enabled() and gate.weight.requires_grad and not router_logits[0].requires_grad:
-            raise ValueError(
-                "the router's logits carry no gradient, so the balance loss would train nothing: reentrant gradient "
-                "checkpointing hides them. Pass gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask[:, -batch_and_sequence[1] :]  # [B, S] of [B, L]: no cached token is routed
         else:  # a ready mask [B, 1, S, L] does not say which tokens are padding
             attention_mask = torch.ones(batch_and_sequence, device=router_logits[0].device)
         top_k, per_sequence = self.config.num_experts_per_tok, self.config.seq_aux
-        loss = load_balancing_loss(router_logits, top_k, attention_mask, per_sequence)
-        return self.config.router_aux_loss_coef * loss
+        return load_balancing_loss(router_logits, top_k, attention_mask, per_sequence)
 
 
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from minimind_hf.convert.generations import (
     has_published_heads,
     names_in,
     recognise_generation,
+    refuse_unfixed,
 )
 from minimind_hf.convert.layout import (
     ConversionError,
@@ -28,9 +29,15 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 # What no tensor tells. Where neither a config nor a flag says it, the default of the generation is assumed.
-UNTOLD = ["rope_theta", "rms_norm_eps", "max_position_embeddings"]
+UNTOLD = ["rope_theta", "inference_rope_scaling", "rms_norm_eps", "max_position_embeddings"]
 UNTOLD_OF_EXPERTS = ["num_experts_per_tok", "norm_topk_prob"]
 UNTOLD_OF_HEADS = ["num_attention_heads"]  # without q/k norms
+
+# Of these, what the code of a generation can have fixed.
+UNTOLD_BY_TENSORS = {"rope_theta", "rope_type", "hidden_act"}
+
+# Keys of a converted folder that say where it comes from; no other config takes them away.
+HISTORY = {"merged_adapters", "source_layout"}
 
 ROTARY_PROJECTIONS = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 
@@ -65,6 +72,7 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     given = read_json(config) if config else {}
     check_config_file(given, config)
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
+    refuse_bad_flags(flags)
     wanted = flags.pop("generation", None)
     generation = recognise_generation(own_tensors, given, wanted)
 
@@ -75,6 +83,13 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
     told |= flags
     model_config = complete_config(tensors, generation, told, is_own_config(given), flags, config, source)
 
+    if not is_own_config(given):
+        refuse_unfixed(generation, model_config, UNTOLD_BY_TENSORS & generation.fixed.keys())
+    own = source / "config.json"
+    if source.is_dir() and config != own and own.is_file():  # what the folder says of its past stays true
+        for key in HISTORY & read_json(own).keys():
+            setattr(model_config, key, read_json(own)[key])
+
     shapes = expected_shapes(model_config)
     if "lm_head.weight" in tensors:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
@@ -84,7 +99,8 @@ def load_checkpoint(source: Path, config: Path | None = None, flags: dict | None
         tensors = reorder_rotary_rows(tensors, model_config.head_dim, pair_halves)
     if model_config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    generation_is_told = not generation.interleaved or wanted or is_own_config(given) or is_early_config(given)
+    tells_generation = "rope_theta" in given or "architectures" in given  # of the two early ones
+    generation_is_told = not generation.interleaved or wanted or is_own_config(given) or tells_generation
     assumed = assumptions(model_config, told.keys(), generation, generation_is_told)
     return Checkpoint(source, tensors, model_config, generation, assumed)
 
@@ -108,6 +124,8 @@ def complete_config(tensors, generation: Generation, told: dict, is_own: bool, f
     if known["tie_word_embeddings"] and told.get("tie_word_embeddings") is False and "lm_head.weight" in tensors:
         known["tie_word_embeddings"] = False  # two weights that happen to be equal
     check_agreement(told, known, f"the tensors of {source} say", flags, path)
+    if not known["use_moe"] and "num_experts_per_tok" in flags:
+        raise ConversionError(f"--num-experts-per-tok is {flags['num_experts_per_tok']}, but {source} has no experts")
     try:
         values = told | known
         return MiniMindConfig(**(values if is_own else generation.complete(generation.defaults | values)))
@@ -124,14 +142,27 @@ def find_config(source: Path, config: Path | None) -> Path | None:
     return source / "config.json"
 
 
+def refuse_bad_flags(flags: dict):
+    """Raise for a flag that is no number, or a generation that there is none of."""
+    for name, value in flags.items():
+        if value != value:
+            raise ConversionError(f"--{name.replace('_', '-')} is {value}: expected a number")
+    if flags.get("generation") not in (None, *GENERATIONS):
+        raise ConversionError(f"--generation {flags['generation']}: expected one of {', '.join(GENERATIONS)}")
+
+
 def check_config_file(given: dict, path):
     """Raise unless a config.json is that of a plain MiniMind model."""
     if not given:
         return
     if given.get("model_type", "minimind") != "minimind":
         raise ConversionError(f"{path} is the config of a {given['model_type']} model, expected minimind")
-    if "quantization_config" in given:
+    if given.get("quantization_config"):
         raise ConversionError(f"{path} is the config of a quantized model: convert the one it was made from")
+    if "/" in str(given.get("attn_implementation")):
+        raise ConversionError(
+            f"{path} names code as attn_implementation={given['attn_implementation']!r}: remove the key"
+        )
     known = {field.name for field in fields(MiniMindConfig)} | {"model_type", "rope_theta", "rope_scaling"}
     for generation in GENERATIONS.values():
         known |= {*generation.config_keys, *generation.unneeded_keys}
@@ -194,7 +225,8 @@ def assumptions(config: MiniMindConfig, told, generation: Generation, generation
     untold = [*UNTOLD, *(UNTOLD_OF_EXPERTS if config.use_moe else ())]
     untold += [] if config.use_qk_norm else UNTOLD_OF_HEADS
     settled = {*told, *(generation.fixed if generation_is_told else ())}
-    settled |= {"rope_theta"} if "rope_parameters" in told else set()
+    settled |= {"rope_theta", "inference_rope_scaling"} if "rope_parameters" in told else set()
+    settled |= {"inference_rope_scaling"} if "rope_scaling" in told or "rope_type" in generation.fixed else set()
     theta = config.rope_parameters["rope_theta"]
     values = {name: theta if name == "rope_theta" else getattr(config, name) for name in untold if name not in settled}
     unclear = [] if generation_is_told else [f"generation {generation.title}"]

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-convert_app = typer.Typer(no_args_is_help=True, help="Convert a checkpoint; every result is verified.")
+convert_app = typer.Typer(
+    no_args_is_help=True, help="Convert checkpoints, LoRA files and training files; every result is verified."
+)
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="A .pth file of MiniMind's training, or a model folder.")]
 Folder = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")]
@@ -22,7 +24,10 @@ SkipVerify = Annotated[bool, typer.Option("--skip-verify", help="Do not compare 
 
 # What the tensors cannot tell, and no config says.
 GenerationName = Annotated[
-    str | None, typer.Option("--generation", help="minimind3, minimind2, minimind2-early or minimind1.")
+    str | None,
+    typer.Option(
+        "--generation", help="minimind3, minimind2, minimind2-early or minimind1: only the last two look alike."
+    ),
 ]
 Heads = Annotated[int | None, typer.Option("--num-attention-heads", help="Query heads, for files without q/k norms.")]
 Theta = Annotated[float | None, typer.Option("--rope-theta", help="Base of the rotary frequencies.")]
@@ -57,9 +62,7 @@ def convert_to_hf(
         raise ValueError("--public belongs to --push-to-hub REPO, which was not given")
     flags = collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok)
     report = to_hf(source, destination, tokenizer, config, dtype, overwrite, not skip_verify, **flags)
-    typer.echo(f"{destination}: {report}")
-    if not (destination / "tokenizer_config.json").exists():
-        typer.echo("no tokenizer was added: --tokenizer DIR copies one, for generate and pipeline", err=True)
+    report_folder(destination, report)
     if push_to_hub is not None:
         typer.echo(f"pushed to {push_folder(destination, push_to_hub, private=not public)}")
 
@@ -70,7 +73,10 @@ def convert_to_torch(
     destination: File,
     layout: Annotated[
         str | None,
-        typer.Option(help="minimind3, minimind2, minimind2-early or minimind1: whose code shall load the file."),
+        typer.Option(
+            help="minimind3, minimind2, minimind2-early or minimind1: whose code shall load the file. By default the "
+            "one that the model comes from."
+        ),
     ] = None,
     config: Config = None,
     generation: GenerationName = None,
@@ -81,7 +87,7 @@ def convert_to_torch(
     overwrite: Overwrite = False,
     skip_verify: SkipVerify = False,
 ):
-    """A MiniMind folder -> the .pth file that MiniMind's own scripts load."""
+    """A MiniMind checkpoint -> the .pth file that MiniMind's own scripts load."""
     from minimind_hf.convert.conversions import to_torch
 
     flags = collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok)
@@ -107,7 +113,7 @@ def convert_to_qwen3(
 
     flags = collect_flags(None, None, rope_theta, rms_norm_eps, num_experts_per_tok)
     report = to_qwen3(source, destination, tokenizer, config, dtype, overwrite, not skip_verify, **flags)
-    typer.echo(f"{destination}: {report}")
+    report_folder(destination, report)
 
 
 @convert_app.command("to-llama")
@@ -129,7 +135,7 @@ def convert_to_llama(
 
     flags = collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, None)
     report = to_llama(source, destination, tokenizer, config, dtype, overwrite, not skip_verify, **flags)
-    typer.echo(f"{destination}: {report}")
+    report_folder(destination, report)
 
 
 StockFolder = Annotated[Path, typer.Argument(metavar="SRC", help="A folder that transformers saved.")]
@@ -147,7 +153,7 @@ def convert_from_qwen3(
     """Qwen3 or Qwen3-MoE -> a MiniMind folder."""
     from minimind_hf.convert.exports import from_qwen3
 
-    typer.echo(f"{destination}: {from_qwen3(source, destination, tokenizer, dtype, overwrite, not skip_verify)}")
+    report_folder(destination, from_qwen3(source, destination, tokenizer, dtype, overwrite, not skip_verify))
 
 
 @convert_app.command("from-llama")
@@ -162,7 +168,7 @@ def convert_from_llama(
     """Llama -> a MiniMind folder without q/k norms, as MiniMind2 has none."""
     from minimind_hf.convert.exports import from_llama
 
-    typer.echo(f"{destination}: {from_llama(source, destination, tokenizer, dtype, overwrite, not skip_verify)}")
+    report_folder(destination, from_llama(source, destination, tokenizer, dtype, overwrite, not skip_verify))
 
 
 @convert_app.command("to-gguf")
@@ -229,13 +235,19 @@ def convert_merge_lora(
     tokenizer: Tokenizer = None,
     config: Config = None,
     dtype: Dtype = None,
+    generation: GenerationName = None,
+    num_attention_heads: Heads = None,
+    rope_theta: Theta = None,
+    rms_norm_eps: Epsilon = None,
+    num_experts_per_tok: TopK = None,
     overwrite: Overwrite = False,
     skip_verify: SkipVerify = False,
 ):
     """A model and its LoRA -> one model, merged in float32 and cast once."""
     from minimind_hf.convert.lora import merge_lora
 
-    report = merge_lora(base, adapter, destination, tokenizer, dtype, overwrite, not skip_verify, config)
+    flags = collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok)
+    report = merge_lora(base, adapter, destination, tokenizer, dtype, overwrite, not skip_verify, config, **flags)
     typer.echo(f"{destination}: {report}")
 
 
@@ -259,6 +271,12 @@ def convert_dataset_file(
     on_error = "skip" if skip_bad_lines else "stop"
     report = convert_dataset(source, destination, kind, on_error, overwrite, not skip_verify)
     typer.echo(f"{destination}: {report}")
+
+
+def report_folder(destination: Path, report: str):
+    typer.echo(f"{destination}: {report}")
+    if not (destination / "tokenizer_config.json").exists():
+        typer.echo("no tokenizer was added: --tokenizer DIR copies one, for generate and pipeline", err=True)
 
 
 def collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok) -> dict:

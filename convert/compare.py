@@ -24,18 +24,29 @@ class Comparison:
     positions: int
 
 
-def load_for_comparison(path: Path, other: Path | None = None, dtype: torch.dtype = torch.float32):
-    """Load a causal language model for evaluation on the CPU, from a model folder or a .pth file.
+def load_for_comparison(path: Path, other: Path | None = None, config: Path | None = None, flags: dict | None = None):
+    """Load a causal language model in float32 on the CPU, from a model folder or a checkpoint without config.
 
-    What a .pth file cannot tell about its config is taken from `other`, if that is a MiniMind folder.
+    Args:
+        path: the model.
+        other: the model that it is compared with: if that is a MiniMind folder, its config counts for both.
+        config: a config.json for a checkpoint that has none, in place of that.
+        flags: config values for a checkpoint that has none.
+
+    Returns:
+        The model, and where its config comes from.
     """
     path = Path(path)
     if path.is_dir():
-        return load_folder(path, dtype)
-    config = Path(other) / "config.json" if other is not None else None
-    if config is not None and not (config.is_file() and read_json(config).get("model_type") == "minimind"):
-        config = None
-    return build_model(load_checkpoint(path, config), dtype)
+        return load_folder(path, torch.float32), "its own"
+    borrowed = Path(other) / "config.json" if other is not None and config is None else None
+    if borrowed is not None and borrowed.is_file() and read_json(borrowed).get("model_type") == "minimind":
+        config = borrowed
+    checkpoint = load_checkpoint(path, config, flags)
+    origin = f"of {config}" if config else "told by the tensors"
+    return build_model(checkpoint), origin + (
+        f", assumed {', '.join(checkpoint.assumed)}" if checkpoint.assumed else ""
+    )
 
 
 @torch.no_grad()

@@ -216,6 +216,9 @@ def sft_row(sample: dict) -> dict:
     messages, tools = parse_conversation(sample, "conversations")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("conversations has no assistant turn to learn from")
+    last = messages[-1]
+    if last["role"] == "assistant" and not last["content"].strip() and "tool_calls" not in last:
+        raise ValueError("the last answer is empty: prompts for reinforcement learning need --kind rl")
     return {"messages": messages, "tools": tools}
 
 

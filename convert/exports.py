@@ -11,7 +11,6 @@ the same names, and a config in other words. In float32 both sides compute the s
 """
 
 import copy
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from minimind_hf.configuration_minimind import NEUTRAL_VALUES, MiniMindConfig
 from minimind_hf.convert.checkpoint import Checkpoint, cast_tensors, is_tied, load_checkpoint
 from minimind_hf.convert.compare import compare_logits, compare_tensors
-from minimind_hf.convert.conversions import assumed, write_folder
+from minimind_hf.convert.conversions import assumed, write_folder, write_generation_config
 from minimind_hf.convert.files import (
     MINIMIND_FOLDER,
     Output,
     check_destination,
     read_json,
     read_tensors,
+    write_json,
     write_safetensors,
     written_whole,
 )
@@ -323,7 +323,7 @@ def describe_as_minimind(stock_config: PreTrainedConfig, source: Path) -> MiniMi
     """Write the config of a stock class in MiniMind's words, or raise if it asks for what MiniMind lacks."""
     stock = STOCK_CLASSES[stock_config.model_type]
     for name, neutral in {**NEUTRAL_VALUES, **stock.fixed}.items():
-        value = getattr(stock_config, name, neutral)
+        value = vars(stock_config).get(name, neutral)
         if value != neutral:
             raise ConversionError(f"{source} has {name}={value}, which MiniMind lacks: expected {neutral}")
     layer_types = set(getattr(stock_config, "layer_types", None) or [])
@@ -361,15 +361,6 @@ def choose_tokenizer(checkpoint: Checkpoint, tokenizer: Path | None, config: Pat
     return folder
 
 
-def write_generation_config(checkpoint: Checkpoint, folder: Path):
-    """Write the tokens that begin, end and pad, and whatever else the source says about generation."""
-    path = checkpoint.source / "generation_config.json"
-    given = read_json(path) if path.is_file() else {}
-    tokens = {name: getattr(checkpoint.config, name) for name in SPECIAL_TOKENS}
-    given = {name: value for name, value in given.items() if value is not None and name != "transformers_version"}
-    write_json({**tokens, **given}, folder / "generation_config.json")
-
-
 def write_tokenizer(source: Path, folder: Path):
     """Write a tokenizer as transformers 4.57 and 5 both read it: of the generic class, the chat template inside."""
     if not (source / "tokenizer.json").is_file():
@@ -391,10 +382,6 @@ def write_tokenizer(source: Path, folder: Path):
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(settings, folder / "tokenizer_config.json")
     shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
-
-
-def write_json(content: dict, path: Path):
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def verify_export(checkpoint: Checkpoint, model_type: str, folder: Path, tokenizer: Path | None) -> str:

@@ -4,9 +4,11 @@ import json
 import re
 import shutil
 import tempfile
+import warnings
 import zipfile
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minimind_hf.convert.layout import ConversionError, clean_names
+from minimind_hf.convert.layout import ConversionError, clean_names, some_names
 
 READABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Parts of an earlier result that a new one may lack; datasets keeps what `map` computed beside its shards.
@@ -24,7 +26,7 @@ SHARD = re.compile(
 )
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja "
-    "vocab.json merges.txt tokenizer.model"
+    "vocab.json merges.txt tokenizer.model additional_chat_templates"  # the last is a folder
 ).split()
 
 
@@ -47,8 +49,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     path = Path(path)
     if path.is_dir():
         tensors = read_folder(path)
-    elif not path.is_file():
-        raise ConversionError(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
     elif path.suffix == ".safetensors":
         tensors = read_safetensors(path)
     else:
@@ -56,19 +56,30 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return check_values(clean_names(tensors), path)
 
 
+def check_regular(path: Path):
+    """Raise a ConversionError unless this is a file; a pipe would be waited for."""
+    if not path.is_file():
+        raise ConversionError(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
+
+
 def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
     """Return the state dict in a file that torch.save wrote: all of it, or the model part of a resume file."""
+    check_regular(path)
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
         raise ConversionError(f"{path} is a Git LFS pointer, not the checkpoint itself: run `git lfs pull`")
+    if start.startswith(b"GGUF"):
+        raise ConversionError(f"{path} is a GGUF file, which only llama.cpp reads: use what it was made from")
     is_zip = start.startswith(b"PK\x03\x04")  # older torch.save files are bare pickles, which cannot be mapped
     if is_zip:
         check_archive(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch comments on what it is about to refuse
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # whatever a damaged or hostile file makes the unpickler raise
-        foreign = re.search(r"Unsupported (?:global|class|operand)[^\w]*(?:GLOBAL )?([\w.]+)", str(error))
+        foreign = re.search(r"(?i)unsupported (?:global|class)\W*(?:GLOBAL )?([a-z_]\w*\.[\w.]*\w)", str(error))
         found = f"it holds {foreign[1]}" if foreign else "it is truncated, damaged, or no checkpoint at all"
         raise ConversionError(
             f"{path} cannot be read safely: {found}, expected nothing but tensors. Nothing in it was executed"
@@ -76,6 +87,9 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict):
         raise ConversionError(f"{path} holds a {type(content).__name__}, expected a dict of tensors (a state dict)")
     if isinstance(content.get("model"), dict):
+        beside = [name for name, value in content.items() if isinstance(value, torch.Tensor)]
+        if beside:
+            raise ConversionError(f"{path} holds a model and, beside it, {some_names(beside)}: which of them counts?")
         content = content["model"]
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
@@ -99,6 +113,7 @@ def check_archive(path: Path):
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of one safetensors file, memory-mapped."""
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
@@ -113,8 +128,10 @@ WEIGHT_FILES = {"model.safetensors": read_safetensors, "pytorch_model.bin": read
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a model folder, from one file or from the shards that an index lists."""
     found = [name for name in WEIGHT_FILES if (folder / name).exists() or (folder / f"{name}.index.json").exists()]
+    if (folder / "adapter_config.json").exists():
+        raise ConversionError(f"{folder} is a PEFT adapter, not a model: merge-lora puts it into its model")
     if not found:
-        raise ConversionError(f"{folder} is not a whole model folder: it lacks {' and '.join(WEIGHT_FILES)}")
+        raise ConversionError(f"{folder} is not a whole model folder: it holds neither {' nor '.join(WEIGHT_FILES)}")
     read, index = WEIGHT_FILES[found[0]], folder / f"{found[0]}.index.json"
     if not index.exists():
         return read(folder / found[0])
@@ -158,7 +175,12 @@ def check_values(tensors: dict, path: Path) -> dict[str, torch.Tensor]:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             raise ConversionError(f"{name} in {path} is {kind}: expected float16, bfloat16 or float32")
         if tensor.is_meta or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise ConversionError(f"{name} in {path} claims {list(tensor.shape)} values, but the file holds fewer")
+            raise ConversionError(
+                f"{name} in {path} claims {list(tensor.shape)} values, but the file holds fewer: it is damaged, or "
+                "was saved from a view, which .clone() makes whole"
+            )
+        if tensor.is_neg():
+            raise ConversionError(f"{name} in {path} is a negated view: save it again with .resolve_neg()")
         if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():  # NaN wins both
             raise ConversionError(f"{name} in {path} holds NaN or infinity: the training that wrote it has diverged")
     return tensors
@@ -170,6 +192,7 @@ def read_json(path: Path) -> dict:
     Raises:
         ConversionError: there is no such file, or no JSON object in it.
     """
+    check_regular(Path(path))
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except (OSError, ValueError, RecursionError) as error:
@@ -177,6 +200,10 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ConversionError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def write_json(content: dict, path: Path):
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def unique_keys(pairs: list[tuple]) -> dict:
@@ -187,19 +214,42 @@ def unique_keys(pairs: list[tuple]) -> dict:
     return content
 
 
+def is_torch_file(path: Path) -> bool:
+    return zipfile.is_zipfile(path) and any(name.endswith("/data.pkl") for name in zipfile.ZipFile(path).namelist())
+
+
+def is_gguf_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 @dataclass(frozen=True)
 class Output:
     """A kind of result, and what shows that an existing one came from a conversion, so that it may be replaced."""
 
     marker: str | None = None  # a file that every such folder holds; None: the result is one file, not a folder
     model_type: str | None = None  # what "model_type" in the marker must be
+    recognise: Callable[[Path], bool] | None = None  # says whether a file is of this kind
 
     @property
     def noun(self) -> str:
         return "folder" if self.marker else "file"
 
+    @property
+    def title(self) -> str:
+        if self.model_type:
+            return f"a {self.model_type} model folder"
+        return f"a folder with {self.marker}" if self.marker else "a file of the kind that is written"
 
-FILE = Output()
+    def may_replace(self, existing: Path) -> bool:
+        if self.recognise:
+            return self.recognise(existing)
+        marker = existing / self.marker
+        return marker.is_file() and read_json(marker).get("model_type") == self.model_type
+
+
+TORCH_FILE = Output(recognise=is_torch_file)
+GGUF_FILE = Output(recognise=is_gguf_file)
 MINIMIND_FOLDER = Output("config.json", "minimind")
 
 
@@ -214,6 +264,7 @@ def written_whole(destination: Path, sources: list[Path], overwrite: bool, outpu
     """
     destination = Path(destination)
     check_destination(destination, sources, overwrite, output)
+    missing = [folder for folder in destination.parents if not folder.exists()]  # the nearest first
     destination.parent.mkdir(parents=True, exist_ok=True)
     workplace = Path(tempfile.mkdtemp(prefix=f".{destination.name[:40]}.", dir=destination.parent))
     replaced = workplace / "replaced"
@@ -236,20 +287,37 @@ def written_whole(destination: Path, sources: list[Path], overwrite: bool, outpu
         if replaced.exists() and not destination.exists():  # interrupted between the two renames
             replaced.rename(destination)
         shutil.rmtree(workplace, ignore_errors=True)
+        if not destination.exists():
+            for folder in missing:
+                with suppress(OSError):  # somebody else put something there
+                    folder.rmdir()
 
 
 def check_destination(destination: Path, sources: list[Path], overwrite: bool, output: Output):
-    """Raise a ConversionError where writing to the destination would lose something of the user's."""
+    """Raise a ConversionError where writing to the destination would lose something of the user's.
+
+    Args:
+        destination: where the result will be.
+        sources: every file and folder that is read; None entries are passed over.
+        overwrite: whether what a conversion wrote there may be replaced.
+        output: the kind of the result.
+    """
     destination = Path(destination)
-    if not destination.name or destination.is_symlink():
+    if destination.name in ("", "..") or destination.is_symlink():
         raise ConversionError(f"{destination} cannot be replaced: name a new {output.noun}")
+    if not str(destination).isprintable():
+        raise ConversionError(f"{str(destination)!r} has characters that no file of this kind can be named with")
     here = destination.resolve()
-    for source in sources:
-        there = Path(source).resolve()
-        if here == there or here in there.parents or there in here.parents:
-            raise ConversionError(
-                f"{destination} would replace a part of the source {source}: name another {output.noun}"
-            )
+    for source in filter(None, sources):
+        source = Path(source)
+        parts = [source, *(source.iterdir() if source.is_dir() else ())]  # each may be a link to somewhere else
+        for there in (part.resolve() for part in parts):
+            if here == there or here in there.parents or source.resolve() in here.parents:
+                raise ConversionError(
+                    f"{destination} would replace a part of the source {source}: name another {output.noun}"
+                )
+    if output.marker and destination.suffix.lower() in (".gguf", ".pth", ".safetensors"):
+        raise ConversionError(f"{destination} is the name of a file, but a folder is written: leave the ending out")
     is_folder = output.marker is not None
     if not destination.exists() or (is_folder and destination.is_dir() and not any(destination.iterdir())):
         return
@@ -257,9 +325,8 @@ def check_destination(destination: Path, sources: list[Path], overwrite: bool, o
         raise ConversionError(f"{destination} exists and is not a {output.noun}: name another destination")
     if not overwrite:
         raise ConversionError(f"{destination} exists: pass --overwrite to replace it")
-    if is_folder and read_json(destination / output.marker).get("model_type") != output.model_type:
-        kind = f"a {output.model_type} model folder" if output.model_type else f"a folder with {output.marker}"
-        raise ConversionError(f"{destination} is not {kind}, so --overwrite leaves it alone")
+    if not output.may_replace(destination):
+        raise ConversionError(f"{destination} is not {output.title}, so --overwrite leaves it alone")
 
 
 def check_nothing_is_lost(destination: Path, draft: Path):

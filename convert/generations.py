@@ -7,7 +7,13 @@ state dict; the way back is its computed inverse.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from minimind_hf.configuration_minimind import MINIMIND2_KEYS, MiniMindConfig, from_minimind2, is_early_config
+from minimind_hf.configuration_minimind import (
+    MINIMIND2_KEYS,
+    YARN_PARAMETERS,
+    MiniMindConfig,
+    from_minimind2,
+    is_early_config,
+)
 from minimind_hf.convert.layout import (
     ATTENTION,
     BLOCK_NORMS,
@@ -178,10 +184,10 @@ def recognise_generation(tensors, given: dict, wanted: str | None = None) -> Gen
         candidates = ["minimind3" if "model.layers.0.self_attn.q_norm.weight" in tensors else "minimind2"]
     elif wanted in candidates:
         candidates = [wanted]
-    elif "use_qk_norm" in given:  # a whole config of this package's own: nothing hangs on which of the two it is
-        candidates = ["minimind2-early"]
+    elif "use_qk_norm" in given:  # a whole config of this package's own: little hangs on which of the two it is
+        candidates = [given["source_layout"] if given.get("source_layout") in candidates else "minimind2-early"]
     elif is_early_config(given):
-        candidates = ["minimind2-early" if "rope_theta" in given else "minimind1"]
+        candidates = ["minimind2-early" if "rope_theta" in given or is_early_minimind2(given) else "minimind1"]
     else:
         candidates = [key for key in candidates if has_published_heads(tensors, GENERATIONS[key])]
         if not candidates:
@@ -192,6 +198,10 @@ def recognise_generation(tensors, given: dict, wanted: str | None = None) -> Gen
     if wanted not in (None, *candidates):
         raise ConversionError(f"--generation {wanted}, but these are tensors of {GENERATIONS[candidates[0]].title}")
     return GENERATIONS[candidates[0]]
+
+
+def is_early_minimind2(given: dict) -> bool:
+    return given.get("architectures") == ["MiniMindLM"]
 
 
 def has_published_heads(tensors, generation: Generation) -> bool:
@@ -245,15 +255,26 @@ def names_for(generation: Generation, config: MiniMindConfig) -> dict[str, str]:
 
 def check_expressible(generation: Generation, config: MiniMindConfig):
     """Raise unless the code of a generation computes what this config says."""
-    if not generation.fixed.get("use_qk_norm") and config.head_dim * config.num_attention_heads != config.hidden_size:
+    refuse_unfixed(generation, config, generation.fixed, ": --layout names another generation")
+    if not config.use_qk_norm and config.head_dim * config.num_attention_heads != config.hidden_size:
         raise ConversionError(
             f"{generation.title} has heads of hidden_size / num_attention_heads = "
             f"{config.hidden_size / config.num_attention_heads:g}, this model of head_dim={config.head_dim}"
         )
-    for name, value in generation.fixed.items():
+    rope = {name: value for name, value in config.rope_parameters.items() if name != "rope_theta"}
+    if rope not in ({"rope_type": "default"}, YARN_PARAMETERS):
+        raise ConversionError(
+            f"{generation.title} has one yarn fixed in its code, this model other rope parameters: {rope}"
+        )
+    normalises_one = config.use_moe and config.num_experts_per_tok == 1 and config.norm_topk_prob
+    if normalises_one and not config.use_qk_norm:
+        raise ConversionError(f"{generation.title} does not normalise the weight of a single expert, this model does")
+
+
+def refuse_unfixed(generation: Generation, config: MiniMindConfig, names, hint: str = ""):
+    """Raise where one of these values is not the one that is fixed in the code of a generation."""
+    for name in names:
         found = config.rope_parameters[name] if name.startswith("rope_") else getattr(config, name)
-        if found != value:
-            raise ConversionError(
-                f"{generation.title} has {name}={value} fixed in its code, this model has {found}: --layout names "
-                "another generation"
-            )
+        if found != generation.fixed[name]:
+            fixed = f"{name}={generation.fixed[name]} fixed in its code"
+            raise ConversionError(f"{generation.title} has {fixed}, this model has {found}{hint}")

@@ -16,7 +16,7 @@ from minimind_hf.convert.checkpoint import ROTARY_PROJECTIONS, Checkpoint, load_
 from minimind_hf.convert.compare import compare_logits
 from minimind_hf.convert.conversions import assumed
 from minimind_hf.convert.files import (
-    FILE,
+    GGUF_FILE,
     TOKENIZER_FILES,
     check_destination,
     progress,
@@ -111,7 +111,7 @@ def to_gguf(
     own_config = source / "config.json"
     config = Path(config) if config is not None else own_config if own_config.is_file() else None
     inputs = [source, *(folder / name for name in TOKENIZER_FILES), *([config] if config else [])]
-    check_destination(destination, inputs, overwrite, FILE)
+    check_destination(destination, inputs, overwrite, GGUF_FILE)
 
     checkpoint = load_checkpoint(source, config, flags)
     take_special_tokens(checkpoint.config, folder, given=read_json(config) if config else {})
@@ -121,7 +121,7 @@ def to_gguf(
         "general.name": (source.resolve().name if source.is_dir() else source.stem).encode(errors="replace").decode(),
     }
     stored = plan_tensors(checkpoint.config, outtype)
-    with written_whole(destination, inputs, overwrite, FILE) as draft:
+    with written_whole(destination, inputs, overwrite, GGUF_FILE) as draft:
         write_gguf(draft, metadata, stored, checkpoint.tensors)
         done = verify_gguf(draft, metadata, stored, checkpoint, outtype) if verify else "not verified"
     return done + assumed(checkpoint)

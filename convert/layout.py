@@ -54,7 +54,8 @@ HEAD = {"lm_head.weight": ("vocab_size", "hidden_size")}
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 WRAPPER_PREFIX = re.compile(r"^(?:(?:_orig_mod|module)\.)+")  # left by torch.compile and by data parallelism
-BUFFERS = ("pos_cis", "freqs_cos", "freqs_sin", "mask")  # tables of old files that the model computes itself
+# Tables of old files that the model computes itself.
+BUFFER = re.compile(r"(?:model\.)?(?:pos_cis|freqs_cos|freqs_sin|mask|layers\.\d+\.(?:attention|self_attn)\.mask)")
 
 
 def clean_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -66,7 +67,7 @@ def clean_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     cleaned = {}
     for name, tensor in tensors.items():
         clean = WRAPPER_PREFIX.sub("", name)
-        if clean.split(".")[-1] in BUFFERS:
+        if BUFFER.fullmatch(clean):
             continue
         if clean in cleaned:
             raise ConversionError(f"two tensors are named {clean} once the prefix is stripped, {name} is one of them")

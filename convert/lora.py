@@ -22,10 +22,10 @@ from minimind_hf.convert.checkpoint import (
     load_checkpoint,
 )
 from minimind_hf.convert.compare import compare_logits, compare_tensors, digests
-from minimind_hf.convert.conversions import assumed, to_state_dict, verify_folder, write_folder
+from minimind_hf.convert.conversions import assumed, own_layout, to_state_dict, verify_folder, write_folder
 from minimind_hf.convert.files import (
-    FILE,
     MINIMIND_FOLDER,
+    TORCH_FILE,
     Output,
     check_destination,
     read_json,
@@ -36,7 +36,7 @@ from minimind_hf.convert.files import (
 from minimind_hf.convert.generations import GENERATIONS, names_in
 from minimind_hf.convert.layout import ConversionError, clean_names, pair_halves, some_names
 from minimind_hf.convert.loading import build_model
-from minimind_hf.convert.tokenizer import copy_tokenizer, find_tokenizer, take_special_tokens
+from minimind_hf.convert.tokenizer import copy_tokenizer, find_tokenizer, take_special_tokens, tokenizer_files
 
 PEFT_FOLDER = Output("adapter_config.json")
 PEFT_PREFIX = "base_model.model."
@@ -149,13 +149,13 @@ def peft_to_lora(source: Path, destination: Path, overwrite: bool = False, verif
         ConversionError: something of the adapter would be lost; nothing was written.
     """
     source, destination = Path(source), Path(destination)
-    check_destination(destination, [source], overwrite, FILE)
+    check_destination(destination, [source], overwrite, TORCH_FILE)
     adapter = translate(read_peft(source), source)
     check_minimind_can_load(adapter, source)
     folded, notes = fold_scaling(adapter)
     complete, more_notes = fill_up(folded)
     tensors = to_tensors(complete, LORA_SUFFIXES)
-    with written_whole(destination, [source], overwrite, FILE) as draft:
+    with written_whole(destination, [source], overwrite, TORCH_FILE) as draft:
         torch.save(tensors, draft)
         verified = "not verified"
         if verify:
@@ -172,6 +172,7 @@ def merge_lora(
     overwrite: bool = False,
     verify: bool = True,
     config: Path | None = None,
+    **flags,
 ) -> str:
     """Merge an adapter into its model, in float32 and cast once.
 
@@ -184,6 +185,7 @@ def merge_lora(
         overwrite: replace an existing result.
         verify: compare the logits with those of the base with the adapter beside it, and read the result back.
         config: a config.json with what the tensors of a .pth base cannot tell.
+        **flags: config values of the base, such as num_attention_heads, as in `to_hf`.
 
     Returns:
         One line that says what was verified.
@@ -192,9 +194,15 @@ def merge_lora(
         ConversionError: base and adapter do not fit, or the base has this adapter in it; nothing was written.
     """
     base, source, destination = Path(base), Path(adapter), Path(destination)
-    output = FILE if destination.suffix == ".pth" else MINIMIND_FOLDER
-    check_destination(destination, [base, source], overwrite, output)
-    checkpoint = load_checkpoint(base, config)
+    output = TORCH_FILE if destination.suffix.lower() == ".pth" else MINIMIND_FOLDER
+    if output is TORCH_FILE and tokenizer is not None:
+        raise ConversionError(
+            f"--tokenizer {tokenizer}, but the file {destination} has no place for it: name a folder"
+        )
+    found_tokenizer = find_tokenizer(base, tokenizer) if output is MINIMIND_FOLDER else None
+    inputs = [base, source, config, *tokenizer_files(found_tokenizer)]
+    check_destination(destination, inputs, overwrite, output)
+    checkpoint = load_checkpoint(base, config, flags)
     adapter = read_peft(source) if source.is_dir() else read_lora(source)
     adapter = translate(adapter, source, checkpoint.config.head_dim)
     check_fit(adapter, checkpoint, source)
@@ -209,10 +217,10 @@ def merge_lora(
         given = config or (base / "config.json" if base.is_dir() else None)
         take_special_tokens(result.config, Path(tokenizer), read_json(given) if given else {})
 
-    with written_whole(destination, [base, source], overwrite, output) as draft:
+    with written_whole(destination, inputs, overwrite, output) as draft:
         tensors, note = result.tensors, ""
-        if output is FILE:
-            tensors = to_state_dict(result, checkpoint.generation)
+        if output is TORCH_FILE:
+            tensors = to_state_dict(result, own_layout(checkpoint))
             torch.save(tensors, draft)
             note = "; a .pth file cannot record the merge: merging the adapter into it again would go unnoticed"
         else:
@@ -221,7 +229,7 @@ def merge_lora(
         note += assumed(checkpoint)
         if not verify:
             return f"not verified{note}"
-        if output is FILE:
+        if output is TORCH_FILE:
             compare_tensors(read_tensors(draft), tensors)
         else:
             verify_folder(draft, result.config, digests(tensors))
@@ -347,7 +355,7 @@ def check_peft_config(settings: dict, folder: Path):
     """Raise where an adapter is more than scaling * B A, or depends on another base than the one it is used with."""
     if settings.get("peft_type") != "LORA":
         raise ConversionError(f"{folder} is a PEFT adapter of type {settings.get('peft_type')}, expected LORA")
-    if settings.get("bias", "none") != "none":
+    if settings.get("bias") not in (None, "none"):
         raise ConversionError(f"bias is {settings['bias']!r} in {folder}: the trained biases would be lost")
     for key, value in settings.items():
         if value and key not in PEFT_KEYS and key != "bias":

@@ -12,6 +12,10 @@ from minimind_hf.convert.layout import ConversionError, first_line
 
 def load_tokenizer(folder: Path):
     """Load a tokenizer from a folder, running no code of it."""
+    if not folder.is_dir():
+        raise ConversionError(
+            f"{folder} {'is a file' if folder.exists() else 'does not exist'}: name a tokenizer's folder"
+        )
     if not (folder / "tokenizer_config.json").is_file():
         raise ConversionError(f"{folder} holds no tokenizer: tokenizer_config.json is missing")
     try:
@@ -20,19 +24,25 @@ def load_tokenizer(folder: Path):
         raise ConversionError(f"the tokenizer in {folder} does not load: {first_line(error)}") from error
 
 
+def tokenizer_files(folder: Path | None) -> list[Path]:
+    """What a tokenizer consists of in a folder; the last may be a folder of chat templates."""
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).exists()] if folder else []
+
+
 def copy_tokenizer(source: Path, destination: Path):
     """Copy the tokenizer files as they are, so that every token and template stays what it was."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
+    for path in tokenizer_files(source):
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, destination / path.name)
 
 
 def take_special_tokens(config: MiniMindConfig, folder: Path, given: dict):
     """Make the config's eos, bos and pad those of the tokenizer; where `given` sets one, they must agree."""
     tokenizer = load_tokenizer(folder)
-    if len(tokenizer) > config.vocab_size:
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= config.vocab_size:
         raise ConversionError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the model only {config.vocab_size} embeddings"
+            f"the tokenizer in {folder} has ids up to {largest}, but the model only {config.vocab_size} embeddings"
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import FIXTURES
@@ -54,6 +55,34 @@ def test_convert_inspect_verify_and_back(minimind, tmp_path):
     back = minimind("convert", "to-torch", "model", "back.pth")
     assert back.returncode == 0, back.stderr
     assert (tmp_path / "back.pth").exists()
+
+
+def test_verify_says_whose_config_counts(minimind, tmp_path):
+    case = FIXTURES / "minimind2" / "dense"
+    minimind("convert", "to-hf", case / "weights.pth", "model", "--config", case / "hf_config.json")
+    borrowed = minimind("verify", "model", case / "weights.pth")
+    assert f"config of {case / 'weights.pth'}: of {Path('model') / 'config.json'}" in borrowed.stdout
+    given = minimind("verify", case / "weights.pth", case / "weights.pth", "--config", case / "hf_config.json")
+    assert given.returncode == 0 and "max difference    0" in given.stdout
+    assumed = minimind("verify", case / "weights.pth", case / "weights.pth", "--num-attention-heads", 4)
+    assert "assumed rope_theta 1000000.0" in assumed.stdout
+
+
+def test_inspect_takes_what_no_tensor_tells(minimind):
+    weights = FIXTURES / "minimind1" / "dense" / "weights.pth"
+    facts = minimind("inspect", weights, "--generation", "minimind1", "--num-attention-heads", 4).stdout
+    assert "MiniMind v1" in facts and "head_dim                 16" in facts
+
+
+def test_hang_up_does_not_stop_what_shall_survive_it(tmp_path):
+    program = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as nohup does
+        "import minimind_hf.cli, sys\n"
+        "minimind_hf.cli.app = lambda: signal.raise_signal(signal.SIGHUP)\n"
+        "minimind_hf.cli.main()\nprint('survived')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.stdout == "survived\n"
 
 
 def test_verify_exits_with_1_where_models_differ(minimind):
@@ -117,7 +146,7 @@ def test_code_in_a_folder_is_never_run_nor_offered_to_be_run(command, minimind, 
 
 
 def test_unforeseen_errors_are_one_line_too(minimind, monkeypatch):
-    monkeypatch.setattr("minimind_hf.convert.inspection.describe", lambda path: 1 / 0)
+    monkeypatch.setattr("minimind_hf.convert.inspection.describe", lambda *_: 1 / 0)
     result = minimind("inspect", WEIGHTS)
     assert result.returncode == 1
     assert result.stderr.startswith("minimind: ZeroDivisionError: division by zero (MINIMIND_TRACEBACK=1")

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -67,7 +68,6 @@ OTHER_VALUES = {
     "num_shared_experts": 2,
     "router_aux_loss_coef": 0.125,
     "seq_aux": True,
-    "output_router_logits": True,
     "bos_token_id": 5,
     "eos_token_id": [6, 7],
     "pad_token_id": 8,
@@ -111,6 +111,16 @@ def test_every_field_is_kept_and_saved(name, tmp_path):
     assert getattr(config, name) == value
     assert getattr(reloaded(config, tmp_path), name) == value
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))[name] == value
+
+
+def test_only_a_mixture_of_experts_has_output_router_logits(tmp_path):
+    assert not hasattr(tiny_config(), "output_router_logits")
+    assert not hasattr(tiny_config(output_router_logits=True), "output_router_logits")
+    assert tiny_config(**MOE).output_router_logits is False
+    assert reloaded(tiny_config(**MOE, output_router_logits=True), tmp_path).output_router_logits is True
+    assert AutoConfig.from_pretrained(tmp_path, output_router_logits=False).output_router_logits is False
+    with pytest.raises(ValueError, match="output_router_logits"):
+        tiny_config(**MOE, output_router_logits="yes")
 
 
 def test_dense_sizes_are_those_of_the_weights():
@@ -294,11 +304,23 @@ def test_switched_off_features_are_accepted(neutral, tmp_path):
 
 @pytest.mark.parametrize(
     "feature",
-    [{"pretraining_tp": 2}, {"attention_bias": True}, {"sliding_window": 64}, {"partial_rotary_factor": 0.5}],
+    [
+        {"pretraining_tp": 2},
+        {"attention_bias": True},
+        {"sliding_window": 64},
+        {"partial_rotary_factor": 0.5},
+        # What transformers itself obeys in any config.
+        {"is_causal": False},
+        {"is_causal": 1},
+        {"attention_chunk_size": 4},
+        {"text_config": {}},
+        {"decoder": {}},
+        {"transformers_weights": "other.safetensors"},
+    ],
 )
 def test_features_that_minimind_lacks_are_refused(feature):
     ((name, value),) = feature.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
         tiny_config(**feature)
 
 
@@ -461,6 +483,28 @@ def test_changes_that_a_config_cannot_follow_make_no_model(name, value):
     setattr(config, name, value)
     with pytest.raises(ValueError, match=name):
         MiniMindForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "rope, culprit",
+    [
+        ({"rope_type": "yarn", "factor": 1e-300}, "factor"),
+        ({"rope_type": "linear", "factor": 10**400}, "factor"),
+        ({"rope_type": "yarn", "factor": 4, "beta_fast": math.nan}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 4, "mscale": math.nan}, "mscale"),
+        ({"rope_type": "yarn", "factor": 4, "truncate": "no"}, "truncate"),
+        ({"rope_type": "default", "rope_theta": 10**30}, "rope_theta"),
+        ({"rope_type": ["yarn"]}, "rope_type"),
+    ],
+)
+def test_rope_parameters_without_finite_frequencies_are_refused(rope, culprit):
+    with pytest.raises(ValueError, match=culprit):
+        tiny_config(rope_parameters=rope)
+
+
+def test_epsilon_that_drowns_the_values_is_refused():
+    with pytest.raises(ValueError, match="rms_norm_eps"):
+        tiny_config(rms_norm_eps=1e30)
 
 
 def test_absurd_number_of_labels_is_refused():

@@ -1,6 +1,7 @@
 """Conversion: what must come out, and what must be refused with nothing written."""
 
 import json
+import math
 import os
 import pickle
 import re
@@ -204,6 +205,22 @@ def test_broken_checkpoint_is_refused_by_name(case, tensors, tmp_path):
     assert os.listdir(tmp_path) == ["broken.pth"]
 
 
+def test_tensors_beside_the_model_of_a_resume_file_are_not_dropped_in_silence(tmp_path, tensors):
+    save({"model": tensors, "epoch": 3, "lm_head.weight": torch.ones(2)}, tmp_path / "resume.pth")
+    with pytest.raises(ConversionError, match=r"beside it, lm_head\.weight"):
+        to_hf(tmp_path / "resume.pth", tmp_path / "model")
+
+
+def test_token_id_beyond_the_embeddings_is_refused(tmp_path, facts_sized_checkpoint):
+    shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
+    content = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
+    last = next(token for token, number in content["model"]["vocab"].items() if number == 6399)
+    content["model"]["vocab"][last] = 9999
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match="ids up to 9999"):
+        to_hf(facts_sized_checkpoint, tmp_path / "model", tokenizer=tmp_path / "tokenizer")
+
+
 CONTRADICTIONS = {
     "flag against tensors": ({"num_attention_heads": 8}, {}, "--num-attention-heads is 8 .* say 4"),
     "config against tensors": ({}, {"hidden_size": 128}, "hidden_size is 128 .* say 64"),
@@ -215,6 +232,11 @@ CONTRADICTIONS = {
     "flag against config": ({"rope_theta": 1e4}, {"rope_theta": 1e6}, "--rope-theta is 10000.0 .* says 1000000.0"),
     "wrong generation": ({"generation": "minimind1"}, {"head_dim": 16}, "--generation minimind1"),
     "nothing known": ({}, {"effective": {"hidden_size": 64}}, "no key of a MiniMind config"),
+    "flag that is no number": ({"rope_theta": math.nan}, {"head_dim": 16}, "--rope-theta is nan"),
+    "flag for experts that are none": ({"num_experts_per_tok": 2}, {"head_dim": 16}, "--num-experts-per-tok is 2"),
+    "unknown generation": ({"generation": "minimind9"}, {"head_dim": 16}, "--generation minimind9"),
+    "attention by foreign code": ({}, {"attn_implementation": "evil/kernel", "head_dim": 16}, "evil/kernel"),
+    "not causal": ({}, {"is_causal": False, "head_dim": 16}, "is_causal"),
     "quantized": ({}, {"quantization_config": {"quant_method": "fp8"}, "head_dim": 16}, "quantized"),
     "shadowed method": ({}, {"model_type": "minimind", "to_dict": 3}, "to_dict"),
     "unknown dtype": ({"dtype": "int3"}, {}, "int3"),
@@ -251,6 +273,12 @@ def test_hostile_pickle_is_refused_and_not_run(tmp_path, tensors, monkeypatch):
         with pytest.raises(ConversionError, match="Nothing in it was executed"):
             to_hf(tmp_path / name, tmp_path / "model")
     assert sorted(os.listdir(tmp_path)) == ["bare.pth", "zip.pth"]
+
+
+def test_hostile_file_is_called_what_it_is(tmp_path, tensors):
+    torch.save({**tensors, "x": Hostile()}, tmp_path / "hostile.pth")
+    with pytest.raises(ConversionError, match=r"it holds (posix|nt)\.system"):
+        to_hf(tmp_path / "hostile.pth", tmp_path / "model")
 
 
 def test_half_downloaded_files_are_refused(tmp_path):
@@ -313,7 +341,7 @@ def test_broken_folders_are_refused(tmp_path):
 
 
 def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
-    with pytest.raises(ConversionError, match="6400 tokens, but the model only 192"):
+    with pytest.raises(ConversionError, match="ids up to 6399, but the model only 192"):
         to_hf(WEIGHTS, tmp_path / "model", tokenizer=TOKENIZER)
 
 
@@ -432,6 +460,40 @@ def test_source_that_is_no_checkpoint_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.pth")
     with pytest.raises(ConversionError, match="not a regular file"):
         to_hf(tmp_path / "pipe.pth", tmp_path / "again")
+    with pytest.raises(ConversionError, match="not a regular file"):
+        to_hf(WEIGHTS, tmp_path / "again", config=tmp_path / "pipe.pth")
+    for name in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        (tmp_path / name[:5]).mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name[:5] / name)
+        shutil.copyfile(DENSE / "hf_config.json", tmp_path / name[:5] / "config.json")
+        with pytest.raises(ConversionError, match=r"not a regular file|remove the one that is stale"):
+            to_hf(tmp_path / name[:5], tmp_path / "again")
+
+
+def test_generation_settings_of_a_source_folder_are_kept(tmp_path):
+    to_hf(WEIGHTS, tmp_path / "model")
+    settings = {"temperature": 0.7, "do_sample": True, "eos_token_id": [2, 5], "repetition_penalty": 1.1}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    to_hf(tmp_path / "model", tmp_path / "copy")
+    copied = GenerationConfig.from_pretrained(tmp_path / "copy")
+    assert {name: getattr(copied, name) for name in settings} == settings
+    assert copied.bos_token_id == 1
+    (tmp_path / "model" / "generation_config.json").write_text("{broken")
+    with pytest.raises(ConversionError, match=r"generation_config\.json cannot be read"):
+        to_hf(tmp_path / "model", tmp_path / "again")
+
+
+def test_named_chat_templates_come_along(tmp_path, facts_sized_checkpoint):
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer.chat_template = {"default": "{{ messages }}", "rag": "{{ documents }}"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    to_hf(facts_sized_checkpoint, tmp_path / "model", tokenizer=tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == tokenizer.chat_template
+
+
+def test_rounding_is_reported(tmp_path, tensors):
+    assert "rounded" not in to_hf(WEIGHTS, tmp_path / "wider", dtype="float32")
+    assert "; rounded from float16 to bfloat16" in to_hf(WEIGHTS, tmp_path / "narrower", dtype="bfloat16")
 
 
 def test_old_buffers_are_dropped_whatever_they_hold(tmp_path, tensors):
@@ -484,6 +546,42 @@ def test_interrupt_between_the_renames_restores_the_folder(existing, monkeypatch
     assert_untouched(existing)
 
 
+def test_overwrite_replaces_no_file_of_another_kind(tmp_path):
+    (tmp_path / "thesis.docx").write_text("mine")
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        archive.writestr("photo", "mine")
+    for name in ("thesis.docx", "photos.zip"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(ConversionError, match="--overwrite leaves it alone"):
+            to_torch(WEIGHTS, tmp_path / name, overwrite=True)
+        assert (tmp_path / name).read_bytes() == before
+
+
+def test_files_that_are_read_are_not_replaced(tmp_path):
+    shutil.copyfile(DENSE / "hf_config.json", tmp_path / "config.json")
+    with pytest.raises(ConversionError, match="part of the source"):
+        to_torch(WEIGHTS, tmp_path / "config.json", config=tmp_path / "config.json", overwrite=True)
+    to_hf(WEIGHTS, tmp_path / "model")
+    (tmp_path / "links").mkdir()
+    for path in (tmp_path / "model").iterdir():
+        (tmp_path / "links" / path.name).symlink_to(path)
+    with pytest.raises(ConversionError, match="part of the source"):
+        to_hf(tmp_path / "links", tmp_path / "model", dtype="bfloat16", overwrite=True)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_folder_is_not_named_like_a_file(tmp_path):
+    for name in ("model.gguf", "model.PTH", "model.safetensors"):
+        with pytest.raises(ConversionError, match="leave the ending out"):
+            to_hf(WEIGHTS, tmp_path / name)
+
+
+def test_failure_leaves_no_new_parent_folders(tmp_path):
+    with pytest.raises(Interrupted):
+        write(tmp_path / "new" / "folders" / "model", "unfinished")
+    assert os.listdir(tmp_path) == []
+
+
 def test_destination_of_the_wrong_kind_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -518,8 +616,8 @@ def test_describe_counts_tied_parameters_once(tensors):
 def test_bare_checkpoint_is_compared_under_the_config_of_its_folder(tmp_path):
     case = FIXTURES / "minimind3" / "moe-top2"
     to_hf(case / "weights.pth", tmp_path / "model", config=case / "hf_config.json")
-    bare = load_for_comparison(case / "weights.pth", other=tmp_path / "model")
-    assert compare_logits(load_for_comparison(tmp_path / "model"), bare).max_difference == 0
+    bare = load_for_comparison(case / "weights.pth", other=tmp_path / "model")[0]
+    assert compare_logits(load_for_comparison(tmp_path / "model")[0], bare).max_difference == 0
 
 
 def test_folder_whose_config_does_not_fit_its_weights_is_not_loaded(tmp_path):
@@ -533,7 +631,7 @@ def test_folder_whose_config_does_not_fit_its_weights_is_not_loaded(tmp_path):
 
 
 def test_compare_logits_of_equal_and_of_different_models():
-    first, second = load_for_comparison(WEIGHTS), load_for_comparison(WEIGHTS)
+    first, second = (load_for_comparison(WEIGHTS)[0] for _ in range(2))
     same = compare_logits(first, second)
     assert (same.max_difference, same.greedy_agreement, same.kl_divergence) == (0, 1, 0)
     with torch.no_grad():

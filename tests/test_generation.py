@@ -3,12 +3,18 @@ import inspect
 import pytest
 import torch
 from conftest import DENSE, MOE, tiny_model
+from test_modeling import stock_twin
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from transformers import (
+    CompileConfig,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessor,
+    StaticCache,
     StoppingCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -189,17 +195,129 @@ def test_left_padded_batch_equals_single_prompts(kind, attention):
         assert torch.equal(by_argmax(model, row, new_tokens=6)[0, row.shape[1] :], new_tokens)
 
 
+@pytest.mark.parametrize(
+    ("backend", "axis"), [("quanto", 0), ("hqq", 1)], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_quantized_cache_equals_that_of_the_stock_class(model, input_ids, backend, axis):
+    pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
+    settings = {"backend": backend, "nbits": 4, "q_group_size": 16, "residual_length": 4}
+    settings |= {"axis_key": axis, "axis_value": axis}
+    ours, theirs = (
+        greedy(each, input_ids, max_new_tokens=16, cache_implementation="quantized", cache_config=dict(settings))
+        for each in (model, stock_twin(model))
+    )
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, by_argmax(model, input_ids, new_tokens=16))  # 4 bits are coarse
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="an offloaded cache moves between an accelerator and the CPU"
+)
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+def test_offloaded_cache_equals_dynamic(model, input_ids, cache):
+    model, input_ids = model.cuda(), input_ids.cuda()
+    assert torch.equal(greedy(model, input_ids, cache_implementation=cache), greedy(model, input_ids))
+
+
+def test_beams_with_a_static_cache(model, input_ids):
+    static = greedy(model, input_ids, num_beams=4, cache_implementation="static")
+    assert torch.equal(static, greedy(model, input_ids, num_beams=4))
+
+
+def test_generate_with_a_compile_config(model, input_ids):
+    """A static cache and one graph without breaks, as transformers compiles by itself on a GPU."""
+    torch.compiler.reset()
+    counters.clear()
+    compile_config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compile_config._compile_all_devices = True  # the CPU too
+    tokens = greedy(model, input_ids, cache_implementation="static", compile_config=compile_config)
+    assert torch.equal(tokens, by_argmax(model, input_ids))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("cache_type", ["static", "dynamic"])
+@torch.no_grad()
+def test_compiled_forward_recompiles_at_most_once_in_20_steps(model, input_ids, cache_type):
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    static = cache_type == "static"
+    cache = StaticCache(config=model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
+    logits, tokens = model(input_ids, **{CACHE: cache}).logits, [input_ids]
+    for _ in range(20):
+        tokens.append(logits[:, -1:].argmax(-1))
+        logits = compiled(tokens[-1], **{CACHE: cache}).logits
+    assert torch.equal(torch.cat(tokens, dim=1), by_argmax(model, input_ids, new_tokens=20))
+    assert 1 <= counter.frame_count <= (1 if static else 2)
+
+
+@pytest.mark.parametrize("size", [1, 5, 12, 100])
+def test_chunked_prefill(model, input_ids, size):
+    assert torch.equal(greedy(model, input_ids, prefill_chunk_size=size), by_argmax(model, input_ids))
+
+
+def test_chunked_prefill_of_a_padded_batch(model):
+    batch = left_padded(prompts((4, 9, 13)))
+    tokens = greedy(model, **batch, prefill_chunk_size=5)
+    assert torch.equal(tokens, greedy(model, **batch))
+
+
 def test_generate_from_embeddings(model, input_ids):
     embeds = model.get_input_embeddings()(input_ids)
     tokens = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=12)
     assert torch.equal(tokens, by_argmax(model, input_ids)[:, 12:])
+    beams = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=12, num_beams=4)
+    assert torch.equal(beams, greedy(model, input_ids, num_beams=4)[:, 12:])
 
 
-def test_second_turn_continues_from_the_cache_of_the_first(model, input_ids):
-    first = greedy(model, input_ids, return_dict_in_generate=True)
-    second_prompt = torch.cat([first.sequences, input_ids[:, :5]], dim=1)
-    tokens = greedy(model, second_prompt, **{CACHE: getattr(first, CACHE)})
-    assert torch.equal(tokens, by_argmax(model, second_prompt))
+@pytest.mark.parametrize("cache_type", ["dynamic", "static"])
+def test_three_turns_with_one_cache(model, input_ids, cache_type):
+    static = cache_type == "static"
+    cache = StaticCache(config=model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
+    tokens = input_ids
+    for turn in (0, 5, 2):
+        tokens = torch.cat([tokens, input_ids[:, :turn]], dim=1)
+        expected = by_argmax(model, tokens, new_tokens=6)
+        tokens = greedy(model, tokens, max_new_tokens=6, **{CACHE: cache})
+        assert torch.equal(tokens, expected)
+        assert cache.get_seq_length() == tokens.shape[1] - 1  # the last token has not been through the model
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_allowed_tokens(model, input_ids, beams):
+    """A grammar in miniature: after an even token an odd one, and the reverse."""
+
+    def other_parity(row, tokens):
+        return list(range(3 + int(tokens[-1]) % 2, 192, 2))
+
+    tokens = greedy(model, input_ids, num_beams=beams, prefix_allowed_tokens_fn=other_parity)
+    assert tokens.shape == (2, 24)
+    assert ((tokens[:, 11:-1] + tokens[:, 12:]) % 2 == 1).all()
+    assert not torch.equal(tokens, greedy(model, input_ids, num_beams=beams))
+
+
+def test_logits_processor_of_the_caller(model, input_ids):
+    class Mirror(LogitsProcessor):
+        """The unlikeliest token becomes the likeliest."""
+
+        def __call__(self, input_ids, scores):
+            return -scores
+
+    tokens = input_ids
+    with torch.no_grad():
+        for _ in range(12):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmin(-1)], dim=1)
+    assert torch.equal(greedy(model, input_ids, logits_processor=[Mirror()]), tokens)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"use_cache": False}], ids=str
+)
+def test_generation_ends_with_an_error_where_positions_end(input_ids, changes):
+    model = endless(tiny_model(max_position_embeddings=16))
+    assert greedy(model, input_ids, max_new_tokens=5, **changes).shape == (2, 17)  # the last token needs no position
+    with pytest.raises(ValueError, match="position 16 is too far: max_position_embeddings=16"):
+        greedy(model, input_ids, max_new_tokens=6, **changes)
 
 
 def test_generate_from_a_cache_made_by_hand(model, input_ids):
@@ -209,11 +327,14 @@ def test_generate_from_a_cache_made_by_hand(model, input_ids):
     assert torch.equal(greedy(model, input_ids, **{CACHE: cache}), by_argmax(model, input_ids))
 
 
-def test_assisted_generation_equals_greedy(model):
-    assistant = tiny_model(seed=1, num_hidden_layers=1)
-    for prompt in prompts((3, 5, 8, 12)):
-        expected = greedy(model, prompt, max_new_tokens=20)
-        assert torch.equal(greedy(model, prompt, max_new_tokens=20, assistant_model=assistant), expected)
+@both_kinds
+def test_assisted_generation_equals_greedy(kind):
+    """The assistant is the model without its last block: a quarter of its guesses are right."""
+    model, assistant = endless(tiny_model(**kind)), tiny_model(num_hidden_layers=1, **kind)
+    assert not assistant.load_state_dict(model.state_dict(), strict=False).missing_keys
+    for prompt in prompts(range(3, 13)):
+        tokens = greedy(model, prompt, max_new_tokens=32, assistant_model=assistant)
+        assert torch.equal(tokens, by_argmax(model, prompt, new_tokens=32))
 
 
 def test_a_model_assisted_by_itself_equals_greedy(model, input_ids):
@@ -223,10 +344,10 @@ def test_a_model_assisted_by_itself_equals_greedy(model, input_ids):
 
 
 def test_prompt_lookup_equals_greedy(model):
-    for prompt in prompts((3, 5, 8, 12)):
+    for prompt in prompts(range(3, 13)):
         repeated = prompt.repeat(1, 3)
-        expected = greedy(model, repeated, max_new_tokens=20)
-        assert torch.equal(greedy(model, repeated, max_new_tokens=20, prompt_lookup_num_tokens=4), expected)
+        tokens = greedy(model, repeated, max_new_tokens=32, prompt_lookup_num_tokens=4)
+        assert torch.equal(tokens, by_argmax(model, repeated, new_tokens=32))
 
 
 @both_kinds

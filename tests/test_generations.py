@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_conversion import Hostile
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from minimind_hf.configuration_minimind import YARN_PARAMETERS
 from minimind_hf.convert import ConversionError, to_hf, to_torch
 from minimind_hf.convert.checkpoint import load_checkpoint
 from minimind_hf.convert.conversions import to_state_dict
@@ -220,7 +221,7 @@ def test_config_of_a_converted_folder_fits_its_source(tmp_path):
 
 def test_flags_tell_what_tensors_cannot(tmp_path):
     case = FIXTURES / "minimind1" / "moe"
-    flags = {"generation": "minimind1", "num_attention_heads": 4, "rms_norm_eps": 1e-4, "num_experts_per_tok": 3}
+    flags = {"generation": "minimind2-early", "num_attention_heads": 4, "rms_norm_eps": 1e-4, "num_experts_per_tok": 3}
     report = to_hf(case / "weights.pth", tmp_path / "model", rope_theta=5e3, **flags)
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
@@ -248,6 +249,31 @@ def test_what_cannot_be_told_is_asked_for(case, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_what_the_code_of_a_generation_has_fixed_is_not_asked_for_otherwise(tmp_path):
+    case = FIXTURES / "minimind1" / "dense"
+    with pytest.raises(ConversionError, match="MiniMind v1 has rope_theta=10000"):
+        to_hf(case / "weights.pth", tmp_path / "model", config=case / "hf_config.json", rope_theta=1e6)
+    early = FIXTURES / "minimind2-early" / "dense"
+    for change in ({"hidden_act": "gelu"}, {"rope_scaling": {"type": "yarn", "factor": 4}}):
+        config = json.loads((early / "hf_config.json").read_text()) | change
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConversionError, match="fixed in its code"):
+            to_hf(early / "weights.pth", tmp_path / "model", config=tmp_path / "config.json")
+
+
+def test_early_config_that_does_not_tell_which_one_is_reported(tmp_path):
+    case = FIXTURES / "minimind2-early" / "dense"
+    config = json.loads((case / "hf_config.json").read_text())
+    del config["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(config))  # its architecture still names the generation
+    checkpoint = load_checkpoint(case / "weights.pth", tmp_path / "config.json")
+    assert checkpoint.assumed == ("rope_theta 1000000.0",)
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = load_checkpoint(case / "weights.pth", tmp_path / "config.json")
+    assert checkpoint.assumed == ("generation MiniMind v1", "rope_theta 10000.0")
+
+
 def test_wrong_number_of_heads_is_refused(tmp_path):
     case = FIXTURES / "minimind2" / "dense"
     with pytest.raises(ConversionError, match=r"--num-attention-heads is 8 .* says 4"):
@@ -267,6 +293,41 @@ def test_config_of_another_generation_is_refused(tmp_path):
 
 
 # Layouts that cannot express a model.
+
+
+def test_the_layout_that_a_folder_comes_from_is_the_default(tmp_path):
+    for case in GOLDEN_CASES:
+        folder, back = tmp_path / case_name(case), tmp_path / f"{case_name(case)}.pth"
+        to_hf(case / "weights.pth", folder, config=case / "hf_config.json")
+        to_hf(folder, tmp_path / f"{case_name(case)}-copy")
+        to_torch(tmp_path / f"{case_name(case)}-copy", back)
+        original, written = (torch.load(path, weights_only=True) for path in (case / "weights.pth", back))
+        assert list(written) == list(original)
+        assert all(torch.equal(written[name], original[name]) for name in original)
+
+
+def test_what_a_script_must_be_told_is_reported(tmp_path):
+    config = tiny_config(rope_theta=5e4, max_position_embeddings=32768, num_attention_heads=8, num_key_value_heads=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    assert to_torch(tmp_path / "model", tmp_path / "back.pth").endswith("; give MiniMind's scripts rope_theta 50000.0")
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "one yarn fixed"),
+        ({"rope_parameters": {**YARN_PARAMETERS, "factor": 4}}, "one yarn fixed"),
+        ({"use_qk_norm": False, "use_moe": True}, "does not normalise the weight of a single expert"),
+        ({"use_qk_norm": False, "head_dim": 8}, "head_dim=8"),
+        ({"use_qk_norm": False, "tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"use_moe": True, "num_shared_experts": 1}, "shared_experts"),
+    ],
+)
+def test_what_no_script_computes_is_refused(changes, reason, tmp_path):
+    AutoModelForCausalLM.from_config(tiny_config(**changes)).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConversionError, match=reason):
+        to_torch(tmp_path / "model", tmp_path / "back.pth")
+    assert os.listdir(tmp_path) == ["model"]
 
 
 @pytest.mark.parametrize("layout", GENERATIONS)

@@ -403,6 +403,9 @@ def test_merging_twice_is_refused_in_every_form_of_the_adapter(base, lora, tmp_p
     with pytest.raises(ConversionError, match="merged into this model already"):
         merge_lora(tmp_path / "both", lora, tmp_path / "twice")
     assert len(json.loads((tmp_path / "both" / "config.json").read_text())["merged_adapters"]) == 2
+    shutil.copyfile(base / "config.json", tmp_path / "config.json")  # which knows of no merge
+    with pytest.raises(ConversionError, match="merged into this model already"):
+        merge_lora(tmp_path / "merged", lora, tmp_path / "twice", config=tmp_path / "config.json")
     assert not (tmp_path / "twice").exists()
 
 

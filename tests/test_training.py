@@ -87,9 +87,9 @@ def test_loss_includes_the_balance_loss_in_training_only(input_ids):
     for logits in trained.router_logits:
         probabilities = logits.softmax(-1)
         load = torch.stack([(probabilities.topk(2).indices == e).sum() / 24 for e in range(4)])
-        balance = balance + 0.5 * 4 * (load * probabilities.mean(0)).sum()
+        balance = balance + 4 * (load * probabilities.mean(0)).sum()
     assert_close(trained.aux_loss, balance)
-    assert_close(trained.loss, evaluated.loss + balance)
+    assert_close(trained.loss, evaluated.loss + 0.5 * balance)
     assert trained.loss > evaluated.loss + 0.5
     unasked = model(input_ids, labels=input_ids)
     assert unasked.router_logits is None
@@ -103,7 +103,7 @@ def test_balance_loss_of_even_routing_is_top_k_per_block(input_ids):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.gate.weight.zero_()
-    assert_close(model(input_ids).aux_loss, torch.tensor(0.5 * 2 * 2))
+    assert_close(model(input_ids).aux_loss, torch.tensor(2.0 * 2))
 
 
 def test_no_balance_loss_without_coefficient_or_experts(input_ids):
@@ -268,7 +268,7 @@ def test_shares_of_the_balance_loss_sum_to_one():
     shares = []
     for part, output, count in zip(parts, outputs, kept, strict=True):
         language_model_loss = cross_entropy_of(output, labels[part]) * count / sum(kept)
-        shares.append((output.loss - language_model_loss) / output.aux_loss)
+        shares.append((output.loss - language_model_loss) / (0.5 * output.aux_loss))
     assert_close(torch.stack(shares), torch.stack(kept) / sum(kept), rtol=0, atol=1e-5)
     assert_close(sum(shares), torch.tensor(1.0), rtol=0, atol=1e-5)
 
