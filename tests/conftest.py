@@ -47,6 +47,14 @@ SAVED_FILES = {
 
 DENSE = {}
 MOE = {"use_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+# What tells the mixture of experts of MiniMind2 from that of MiniMind-3.
+MINIMIND2 = {
+    **MOE,
+    "use_qk_norm": False,
+    "rms_norm_scale_in_float32": False,
+    "num_shared_experts": 1,
+    "seq_aux": True,
+}
 
 
 def tiny_config(**changes) -> MiniMindConfig:
@@ -66,7 +74,7 @@ def tiny_model(seed=0, model_class=MiniMindForCausalLM, **changes):
     return model
 
 
-@pytest.fixture(params=[DENSE, MOE], ids=["dense", "moe"])
+@pytest.fixture(params=[DENSE, MOE, MINIMIND2], ids=["dense", "moe", "minimind2"])
 def model(request):
     return tiny_model(**request.param)
 

@@ -155,7 +155,9 @@ def test_head_from_a_causal_lm_folder_says_what_is_missing(model, tmp_path):
     assert_same_parameters(loaded.model, model.model)
 
 
-def test_missing_weights_are_reported(model, tmp_path):
+@both_kinds
+def test_missing_weights_are_reported(kind, tmp_path):
+    model = tiny_model(**kind)
     model.save_pretrained(
         tmp_path, state_dict={k: v for k, v in model.state_dict().items() if "layers.1.self_attn" not in k}
     )

@@ -201,8 +201,10 @@ def test_both_or_neither_of_ids_and_embeds_is_an_error(model, input_ids):
         model()
 
 
+@both_kinds
 @torch.no_grad()
-def test_hidden_states(model, input_ids):
+def test_hidden_states(kind, input_ids):
+    model = tiny_model(**kind)
     outputs = model(input_ids, output_hidden_states=True)
     assert len(outputs.hidden_states) == 3
     assert torch.equal(outputs.hidden_states[0], model.model.embed_tokens(input_ids))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DENSE, FIXTURES, MOE, tiny_model
+from conftest import DENSE, FIXTURES, MINIMIND2, MOE, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
@@ -26,7 +26,7 @@ from minimind_hf import (
 )
 
 SHIPPED = [Path(minimind_hf.__file__).with_name(f"{name}_minimind.py") for name in ("configuration", "modeling")]
-KINDS = {"dense": DENSE, "moe": MOE}
+KINDS = {"dense": DENSE, "moe": MOE, "minimind2": MINIMIND2}
 CLASSES = {
     "AutoModel": MiniMindModel,
     "AutoModelForCausalLM": MiniMindForCausalLM,
@@ -102,7 +102,7 @@ def test_every_auto_class_loads_a_saved_folder_without_the_package(saved, tmp_pa
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     code = """
     expected = load_file("expected.safetensors")
-    for kind in ("dense", "moe"):
+    for kind in ("dense", "moe", "minimind2"):
         for auto_class in AUTO_CLASSES:
             loader, name = getattr(transformers, auto_class), f"{kind}/{auto_class}"
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=True)
@@ -127,7 +127,7 @@ def test_a_folder_saved_by_remote_code_loads_again(saved, tmp_path):
     shutil.copy(saved / "expected.safetensors", tmp_path)
     code = """
     expected = load_file("expected.safetensors")
-    for name in [f"{kind}/{auto_class}" for kind in ("dense", "moe") for auto_class in AUTO_CLASSES]:
+    for name in [f"{kind}/{auto_class}" for kind in ("dense", "moe", "minimind2") for auto_class in AUTO_CLASSES]:
         loader = getattr(transformers, name.split("/")[1])
         model = loader.from_pretrained(f"{SOURCE}/{name}", trust_remote_code=True)
         assert torch.equal(values_of(model), expected[name]), name
@@ -216,7 +216,7 @@ def test_plugin_and_remote_code_in_one_process(first, saved, tmp_path):
     expected = load_file("expected.safetensors")
 
     def check(plugin_is_imported):
-        for kind in ("dense", "moe"):
+        for kind in ("dense", "moe", "minimind2"):
             for auto_class in ("AutoModel", "AutoModelForCausalLM", "AutoModelForTokenClassification"):
                 loader, name = getattr(transformers, auto_class), f"{kind}/{auto_class}"
                 model, info = loader.from_pretrained(name, trust_remote_code=True, output_loading_info=True)
@@ -232,7 +232,7 @@ def test_plugin_and_remote_code_in_one_process(first, saved, tmp_path):
 
     def remote_classes():
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
-        for kind in ("dense", "moe"):
+        for kind in ("dense", "moe", "minimind2"):
             folder = f"{kind}/AutoModelForCausalLM"
             model_class = get_class_from_dynamic_module("modeling_minimind.MiniMindForCausalLM", folder)
             assert model_class.__module__.startswith("transformers_modules.")
