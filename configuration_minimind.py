@@ -83,9 +83,9 @@ class MiniMindConfig(PreTrainedConfig):
     """Every size and switch of a MiniMind model.
 
     The defaults are those of the published MiniMind-3 (64M parameters). Keys that are not listed here are kept and
-    written back by `save_pretrained`. A mixture of experts also has `output_router_logits` (return the router logits of
-    every block; default False), a dense model has no such attribute. The old spelling `rope_theta` + `rope_scaling` is understood as well, and
-    `from_pretrained` and `from_dict` understand the published configs of MiniMind2.
+    written back by `save_pretrained`. A mixture of experts also has `output_router_logits` (return the router logits
+    of every block; default False), a dense model has no such attribute. The old spelling `rope_theta` + `rope_scaling`
+    is understood as well, and `from_pretrained` and `from_dict` understand the published configs of MiniMind2.
 
     Raises:
         ValueError: a value is impossible, contradicts another one, or asks for a feature that MiniMind lacks.

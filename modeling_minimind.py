@@ -510,7 +510,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 cache=cache,
                 **kwargs,
             )
-        reentrant = self.gradient_checkpointing and type(hidden_states.grad_fn).__name__ == "CheckpointFunctionBackward"
+        reentrant = (
+            self.gradient_checkpointing and type(hidden_states.grad_fn).__name__ == "CheckpointFunctionBackward"
+        )
         if reentrant and kwargs.get("output_router_logits"):
             raise ValueError(
                 "reentrant gradient checkpointing hides the router's logits, so a balance loss would train nothing: "
@@ -585,8 +587,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
         Returns:
             `logits` [B, S, V], or of the positions kept; `loss`, the mean cross entropy over the labels; `aux_loss`,
-            the balance loss of a mixture of experts, not yet weighted, in training or where router logits are asked for
-            (in training `loss` includes it, times `router_aux_loss_coef`); the cache, and what else was asked for.
+            the balance loss of a mixture of experts, not yet weighted, in training or where router logits are asked
+            for (in training `loss` includes it, times `router_aux_loss_coef`); the cache, and what else was asked for.
         """
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)

@@ -37,6 +37,9 @@ setup(
             "peft",
             "gguf",
             "trl; python_version >= '3.11'",
+            "lm_eval",
+            "optimum-quanto",
+            "hqq",
             "llama-cpp-python",  # what reads the exported GGUF files; built from source, with a C++ compiler
             "pytest",
             "pre-commit",

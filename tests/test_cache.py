@@ -1,11 +1,13 @@
-"""The pass in pieces, with a cache between them, against the pass in one piece."""
+"""The pass in pieces, with a cache between them, or packed with others, against the pass in one piece; its limits."""
 
 import pytest
 import torch
-from conftest import DENSE, MOE, tiny_model
+from conftest import DENSE, MOE, tiny_config, tiny_model
 from torch.testing import assert_close
-from transformers import DynamicCache, StaticCache
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from minimind_hf import MiniMindForCausalLM
 from minimind_hf.modeling_minimind import CACHE
 
 both_kinds = pytest.mark.parametrize("kind", [DENSE, MOE], ids=["dense", "moe"])
@@ -146,3 +148,123 @@ def test_a_cropped_cache_continues(model, input_ids):
     cache.crop(-4)
     outputs = model(input_ids[:, 8:], **{CACHE: cache})
     assert_close(outputs.logits, full[:, 8:], rtol=0, atol=1e-5)
+
+
+def flattened(input_ids, lengths):
+    """Rows cut to these lengths and packed into one, with all that transformers' collator gives."""
+    rows = [{"input_ids": row[:length].tolist()} for row, length in zip(input_ids, lengths, strict=True)]
+    return rows, DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True)(rows)
+
+
+@both_kinds
+@both_attentions
+@torch.no_grad()
+def test_flattened_rows_equal_each_row_alone(kind, attention, input_ids):
+    model = tiny_model(attn_implementation=attention, **kind)
+    rows, batch = flattened(input_ids, (5, 12))
+    assert {"position_ids", "cu_seq_lens_q", "max_length_q"} <= batch.keys()
+    logits = model(**batch, use_cache=False).logits
+    alone = [model(torch.tensor([row["input_ids"]])).logits for row in rows]
+    assert_close(logits, torch.cat(alone, dim=1), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_lengths_of_packed_rows_reach_the_attention_function(model, input_ids, monkeypatch):
+    """Flash attention goes by them; here a function does that knows nothing else of where the rows begin."""
+
+    def attention_of_a_test(module, query, key, value, attention_mask, cu_seq_lens_q, scaling, **kwargs):
+        assert attention_mask is None
+        key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
+        parts = []
+        for first, end in zip(cu_seq_lens_q[:-1].tolist(), cu_seq_lens_q[1:].tolist(), strict=True):
+            part = [tensor[:, :, first:end] for tensor in (query, key, value)]
+            parts.append(torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, scale=scaling))
+        return torch.cat(parts, dim=2).transpose(1, 2), None
+
+    rows, batch = flattened(input_ids, (5, 12))
+    alone = [model(torch.tensor([row["input_ids"]])).logits for row in rows]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "attention_of_a_test", attention_of_a_test)
+    model.set_attn_implementation("attention_of_a_test")
+    assert_close(model(**batch, use_cache=False).logits, torch.cat(alone, dim=1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 11), (2, 13), (1, 12), (3, 12)])
+def test_mask_of_another_shape_is_an_error(model, input_ids, shape):
+    for given in ({"input_ids": input_ids}, {"inputs_embeds": model.get_input_embeddings()(input_ids)}):
+        with pytest.raises(ValueError, match=rf"attention_mask is \[{shape[0]}, {shape[1]}\], .* \[2, 12\]"):
+            model(**given, attention_mask=torch.ones(shape))
+
+
+@torch.no_grad()
+def test_mask_must_cover_the_cached_tokens(model, input_ids):
+    _, cache = in_chunks(model, input_ids, (7,), DynamicCache(config=model.config))
+    for length in (5, 7):
+        with pytest.raises(ValueError, match=rf"attention_mask is \[2, {length}\], .* \[2, 12\]"):
+            model(input_ids[:, 7:], attention_mask=torch.ones(2, length), **{CACHE: cache})
+    assert cache.get_seq_length() == 7
+    logits = model(input_ids[:, 7:], attention_mask=torch.ones(2, 12), **{CACHE: cache}).logits
+    assert_close(logits, model(input_ids).logits[:, 7:], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_mask_may_cover_the_room_of_a_static_cache(model, input_ids):
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    mask = torch.tensor([[1] * 12 + [0] * 8])
+    logits = [model(part, attention_mask=mask, **{CACHE: cache}).logits for part in input_ids[:1].split((7, 5), dim=1)]
+    assert_close(torch.cat(logits, dim=1), model(input_ids[:1]).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 16),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}, 16),
+        ({"rope_type": "linear", "factor": 1.5}, 24),
+        ({"rope_type": "dynamic", "factor": 2.0}, None),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+@torch.no_grad()
+def test_positions_end_where_the_config_says(rope, longest):
+    model = tiny_model(max_position_embeddings=16, rope_parameters=rope)
+    input_ids = torch.arange(3, 63).unsqueeze(0)
+    if longest is None:
+        assert model(input_ids).logits.isfinite().all()
+        return
+    model(input_ids[:, :longest])
+    cache = DynamicCache(config=model.config)
+    model(input_ids[:, :10], **{CACHE: cache})
+    position = torch.tensor([[longest]])
+    for too_far in (
+        {"input_ids": input_ids[:, : longest + 1]},
+        {"input_ids": input_ids[:, 10 : longest + 1], CACHE: cache},
+        {"input_ids": input_ids[:, :1], "position_ids": position},
+        {"inputs_embeds": torch.zeros(1, 1, 64), "position_ids": position},
+    ):
+        with pytest.raises(ValueError, match=f"position {longest} is too far: max_position_embeddings=16"):
+            model(**too_far)
+    assert cache.get_seq_length() == 10
+
+
+@both_kinds
+@torch.no_grad()
+def test_padding_and_packing_take_no_positions(kind):
+    """Sixteen positions are enough for rows of sixteen tokens, however long the input is."""
+    model = tiny_model(max_position_embeddings=16, **kind)
+    input_ids = torch.arange(3, 35).view(2, 16)
+    alone = model(input_ids).logits
+    positions = torch.arange(16).repeat(2)[None]
+    packed = model(input_ids.view(1, 32), position_ids=positions, use_cache=False).logits
+    assert_close(packed.view(2, 16, -1), alone, rtol=0, atol=1e-5)
+    padding = torch.zeros(2, 4, dtype=torch.long)
+    mask = torch.cat([padding, torch.ones_like(input_ids)], dim=1)
+    padded = torch.cat([padding, input_ids], dim=1)
+    logits = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    assert_close(logits[:, 4:], alone, rtol=0, atol=1e-5)
+
+
+def test_positions_are_not_read_from_a_device_unless_the_input_is_too_long():
+    """Reading them makes the host wait for the device; from the device "meta" they cannot be read at all."""
+    with torch.device("meta"):
+        model = MiniMindForCausalLM(tiny_config())
+        assert model(torch.ones(2, 256, dtype=torch.long), position_ids=torch.arange(256)[None]).logits.is_meta

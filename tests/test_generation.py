@@ -195,10 +195,12 @@ def test_left_padded_batch_equals_single_prompts(kind, attention):
         assert torch.equal(by_argmax(model, row, new_tokens=6)[0, row.shape[1] :], new_tokens)
 
 
+@both_kinds
 @pytest.mark.parametrize(
     ("backend", "axis"), [("quanto", 0), ("hqq", 1)], ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_quantized_cache_equals_that_of_the_stock_class(model, input_ids, backend, axis):
+def test_quantized_cache_equals_that_of_the_stock_class(kind, input_ids, backend, axis):
+    model = endless(tiny_model(**kind))
     pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
     settings = {"backend": backend, "nbits": 4, "q_group_size": 16, "residual_length": 4}
     settings |= {"axis_key": axis, "axis_value": axis}

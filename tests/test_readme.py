@@ -1,5 +1,6 @@
 """The README's Python blocks run as they stand, in one folder that holds what they name."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ def test_python_blocks_run(tmp_path):
     AutoTokenizer.from_pretrained(FIXTURES / "tokenizer").save_pretrained(tmp_path / "my-minimind")
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     run = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
@@ -31,7 +32,9 @@ def test_python_blocks_run(tmp_path):
     lines = run.stdout.splitlines()
     assert lines[0] == "12 + 30 = 42"
     assert lines[1] == "7 × 8 = 56"
-    assert lines[2].startswith("verified: ")
+    message = {"role": "assistant", "reasoning_content": "7 × 8 = 7 × 7 + 7", "content": "56"}
+    assert ast.literal_eval(lines[2]) == message
+    assert lines[3].startswith("verified: ")
 
 
 def test_commands_are_those_of_the_makefile():
