@@ -493,7 +493,6 @@ def trained(convert, tmp_path, tokenizer):
             use_cpu=True,
             bf16=False,
             disable_tqdm=True,
-            router_aux_loss_coef=0.0,  # a dense model has no balance loss
             **(config or {}),
         )
         model = tiny_model(vocab_size=6400, max_position_embeddings=512)
