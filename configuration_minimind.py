@@ -102,7 +102,8 @@ class MiniMindConfig(PreTrainedConfig):
     """
 
     model_type = "minimind"
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # the second is the name before transformers 5.24
+    # What Trainer keeps out of its predictions. The second is the name of the first before transformers 5.24.
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "aux_loss", "router_logits"]
     default_theta = 1_000_000.0  # base of the rotary frequencies when the config names none
 
     base_model_tp_plan: ClassVar[dict[str, str]] = {
@@ -166,8 +167,7 @@ class MiniMindConfig(PreTrainedConfig):
         output_router_logits = kwargs.pop("output_router_logits", False)
         if not isinstance(output_router_logits, bool):
             raise ValueError(f"output_router_logits={output_router_logits!r}: it must be true or false")
-        if self.use_moe:  # trainers take any config that has this attribute for a mixture of experts
-            self.output_router_logits = output_router_logits
+        self.output_router_logits = output_router_logits
         self._refuse_bad_sizes()
 
         if self.num_key_value_heads is None:
@@ -184,6 +184,22 @@ class MiniMindConfig(PreTrainedConfig):
         if not self.flash_attn:
             kwargs.setdefault("attn_implementation", "eager")
         super().__post_init__(**kwargs)
+
+    @property
+    def output_router_logits(self) -> bool:
+        """Whether to return the router logits of every block.
+
+        A dense config never has this attribute, even where one sets it: trainers take any config that has it for a
+        mixture of experts, and TRL's SFT trainer sets it on all of them.
+        """
+        if not self.use_moe:
+            raise AttributeError("output_router_logits: a dense model has no router")
+        return self.__dict__.get("output_router_logits", False)
+
+    @output_router_logits.setter
+    def output_router_logits(self, value: bool):
+        if self.use_moe:
+            self.__dict__["output_router_logits"] = value
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):

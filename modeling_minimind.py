@@ -34,6 +34,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -260,6 +261,25 @@ class MiniMindExperts(nn.Module):
             expert_output = expert_output * top_k_weights[token, rank, None]
             output.index_add_(0, token, expert_output.to(output.dtype))
         return output
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *args):
+        """Take the tensors of single experts too: Trainer resumes by `load_state_dict`, with what a file holds.
+
+        What a state dict lacks (it can be one shard of several) is missing, and stays as it was.
+        """
+        per_expert = any(name.startswith(prefix) and name.endswith(".weight") for name in state_dict)
+        if per_expert and not self.down_proj.is_meta:
+            gate_up, down = self.gate_up_proj.detach().clone(), self.down_proj.detach().clone()
+            for expert in range(self.num_experts):
+                gate, up = gate_up[expert].chunk(2)
+                for name, part in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[expert])):
+                    key = f"{prefix}{expert}.{name}.weight"
+                    if key in state_dict:
+                        part.copy_(state_dict.pop(key))
+                    else:
+                        missing_keys.append(key)
+            state_dict |= {f"{prefix}gate_up_proj": gate_up, f"{prefix}down_proj": down}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
 
 
 class MiniMindSparseMoeBlock(nn.Module):
@@ -656,7 +676,8 @@ def share_of_batch(labels, num_items_in_batch):
 class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
     """The trunk and a linear layer on the last token that is not padding; one row of scores for each sequence."""
 
-    # Here and below: the generic __init__ would ask AutoModel for the trunk, which remote code may not do.
+    # Here and below: a mixture of experts is trained without its balance loss, as by the heads of stock classes.
+    # And the generic __init__ would ask AutoModel for the trunk, which remote code may not do.
     def __init__(self, config: MiniMindConfig):
         MiniMindPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
@@ -686,6 +707,9 @@ class MiniMindForQuestionAnswering(GenericForQuestionAnswering, MiniMindPreTrain
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
+
+# Trainer shifts the labels that it smooths for the classes named here, and no others.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MiniMindConfig.model_type, "MiniMindForCausalLM")
 
 # On disk every expert has tensors of its own, as in the reference implementation; in memory they are fused. The
 # mapping lives here since remote code loads nothing else, and is guarded since the file can be loaded twice.

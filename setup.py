@@ -19,7 +19,7 @@ setup(
     package_dir={"minimind_hf": "."},
     script_name="setup.py",  # setuptools leaves the file of this name out of the package
     packages=["minimind_hf", "minimind_hf.convert"],
-    package_data={"minimind_hf": ["assets/minimind-tiny/*"]},
+    package_data={"minimind_hf": ["assets/minimind-tiny/*", "assets/*.jinja"]},
     install_requires=[
         "transformers>=5.16.1,<6",
         "torch>=2.9",

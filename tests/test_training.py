@@ -1,7 +1,8 @@
 import pytest
 import torch
-from conftest import DENSE, MOE, tiny_config, tiny_model
+from conftest import DENSE, MINIMIND2, MOE, tiny_config, tiny_model
 from torch.testing import assert_close
+from transformers import Trainer, TrainingArguments
 
 from minimind_hf import MiniMindForCausalLM, MiniMindForTokenClassification
 from minimind_hf.modeling_minimind import CACHE
@@ -29,8 +30,8 @@ def cross_entropy_of(outputs, labels):
 
 @pytest.mark.parametrize(
     "kind, reentrant",
-    [(DENSE, False), (MOE, False), (DENSE, True)],
-    ids=["dense", "moe", "dense-reentrant"],
+    [(DENSE, False), (MOE, False), (DENSE, True), ({**MOE, "router_aux_loss_coef": 0}, True)],
+    ids=["dense", "moe", "dense-reentrant", "moe-reentrant-without-balance"],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_gradient_checkpointing_changes_no_gradient(kind, reentrant, dropout, input_ids):
@@ -302,12 +303,14 @@ def test_balance_loss_under_a_ready_mask(input_ids):
     assert_close(model(input_ids, attention_mask=causal).aux_loss, model(input_ids).aux_loss)
 
 
-@both_kinds
+@pytest.mark.parametrize(
+    "kind", [DENSE, MOE, {**MOE, "num_experts_per_tok": 1}, MINIMIND2], ids=["dense", "moe", "top-1", "minimind2"]
+)
 def test_one_batch_can_be_memorised(kind, input_ids):
     torch.manual_seed(0)
     model = MiniMindForCausalLM(tiny_config(**kind)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
+    for _ in range(50):
         optimizer.zero_grad()
         model(input_ids, labels=input_ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -330,3 +333,141 @@ def test_bfloat16_autocast(kind, input_ids):
     for name, gradient in given.items():
         assert gradient.dtype == torch.float32, name
         assert gradient.isfinite().all(), name
+
+
+# Trainer.
+
+
+@pytest.fixture
+def trainer_of(tmp_path):
+    """A Trainer on rows of `unequal_micro_batches`, in their order."""
+
+    def trainer_of(model, folder="trainer", rows=8, evaluation=None, **settings):
+        arguments = TrainingArguments(
+            output_dir=tmp_path / folder,
+            **{
+                "train_sampling_strategy": "sequential",
+                "per_device_train_batch_size": 2,
+                "logging_steps": 1,
+                "max_grad_norm": 1e9,  # so that the norm is logged, and nothing clipped
+                "save_strategy": "no",
+                "report_to": "none",
+                "use_cpu": True,
+                "disable_tqdm": True,
+                **settings,
+            },
+        )
+        input_ids, labels, _ = unequal_micro_batches()
+        samples = [{"input_ids": ids, "labels": row} for ids, row in zip(input_ids, labels, strict=True)]
+        return Trainer(model, arguments, train_dataset=samples[:rows], eval_dataset=samples, **(evaluation or {}))
+
+    return trainer_of
+
+
+def logged(trainer, name):
+    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
+
+
+@pytest.mark.parametrize("kind", [DENSE, {**MOE, "router_aux_loss_coef": 0}], ids=["dense", "moe"])
+def test_trainer_gives_the_same_loss_for_any_accumulation(kind, trainer_of):
+    seen = []
+    for size in (8, 1):
+        model = tiny_model(**kind)
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
+        trainer = trainer_of(model, **settings)
+        trainer.train()
+        seen.append([logged(trainer, "loss"), logged(trainer, "grad_norm")])
+    assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
+
+
+def test_trainer_counts_the_balance_loss_once(trainer_of):
+    model, changed = tiny_model(**BALANCED), tiny_model(**BALANCED)
+    input_ids, labels, _ = unequal_micro_batches()
+    outputs = model.train()(input_ids)
+    trainer = trainer_of(changed, per_device_train_batch_size=8, max_steps=1)
+    trainer.train()
+    expected = cross_entropy_of(outputs, labels) + 0.5 * outputs.aux_loss
+    assert_close(logged(trainer, "loss")[0], expected, rtol=0, atol=1e-4)
+
+
+@both_kinds
+def test_trainer_smooths_labels(kind, trainer_of):
+    """The loss of Trainer's label smoother: (1 - e) * cross entropy + e * the mean over the vocabulary."""
+    model = tiny_model(**kind)
+    input_ids, labels, _ = unequal_micro_batches()
+    outputs = model(input_ids)
+    kept = labels[:, 1:] != -100
+    uniform = -outputs.logits[:, :-1].log_softmax(-1).mean(-1)[kept].mean()
+    trainer = trainer_of(model, label_smoothing_factor=0.25, per_device_train_batch_size=8, max_steps=1)
+    trainer.train()
+    expected = 0.75 * cross_entropy_of(outputs, labels) + 0.25 * uniform
+    assert_close(logged(trainer, "loss")[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [DENSE, MOE, {**MOE, "output_router_logits": True}], ids=["dense", "moe", "routers"])
+def test_trainer_evaluates_and_gives_the_metrics_one_array(kind, trainer_of):
+    model, seen = tiny_model(**kind), []
+
+    def compute_metrics(prediction):
+        seen.append(prediction)
+        return {"rows": len(prediction.predictions)}
+
+    trainer = trainer_of(model, evaluation={"compute_metrics": compute_metrics}, per_device_eval_batch_size=4)
+    metrics = trainer.evaluate()
+    input_ids, labels, _ = unequal_micro_batches()
+    outputs = model.eval()(input_ids)
+    assert_close(torch.tensor(seen[0].predictions), outputs.logits, rtol=0, atol=1e-5)
+    assert torch.equal(torch.tensor(seen[0].label_ids), labels)
+    assert metrics["eval_rows"] == 8
+    halves = [cross_entropy_of(model(input_ids[part]), labels[part]) for part in (slice(0, 4), slice(4, 8))]
+    assert_close(metrics["eval_loss"], (sum(halves) / 2).item(), rtol=0, atol=1e-5)
+
+
+@both_kinds
+def test_resumed_training_goes_on_as_if_never_stopped(kind, trainer_of, tmp_path):
+    """Dropout is on, so the state of the random numbers has to come back too."""
+    schedule = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    through = trainer_of(tiny_model(dropout=0.2, **kind), **schedule)
+    through.train()
+    resumed = trainer_of(tiny_model(seed=1, dropout=0.2, **kind), "resumed", **schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-2"))
+    assert len(logged(through, "loss")) == 4
+    assert torch.equal(logged(resumed, "loss"), logged(through, "loss"))
+    for name, parameter in through.model.named_parameters():
+        assert torch.equal(resumed.model.get_parameter(name), parameter), name
+
+
+@both_kinds
+def test_trainer_in_bfloat16(kind, trainer_of):
+    losses = []
+    for bf16 in (False, True):
+        trainer = trainer_of(tiny_model(**kind), bf16=bf16, max_steps=2, learning_rate=1e-3)
+        trainer.train()
+        losses.append(logged(trainer, "loss"))
+    assert_close(losses[1], losses[0], rtol=0.03, atol=0)
+    assert not torch.equal(losses[1], losses[0])
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+
+
+def test_neftune_adds_noise_in_training_only(model, trainer_of):
+    """Uniform noise within alpha / sqrt(S * H) on the embeddings (arXiv:2310.05914)."""
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
+    trainer = trainer_of(model, neftune_noise_alpha=5.0, max_steps=1, learning_rate=0.0)
+    trainer.train()
+    input_ids, _, _ = unequal_micro_batches()
+    noise = (seen[0] - model.model.embed_tokens(input_ids[:2])).abs()
+    bound = 5 / (12 * 64) ** 0.5
+    assert 0.95 * bound < noise.max() <= bound * 1.0001
+    model.eval()(input_ids[:2])
+    assert torch.equal(seen[-1], model.model.embed_tokens(input_ids[:2]))
+
+
+@both_kinds
+def test_trainer_with_gradient_checkpointing_trains_the_same(kind, trainer_of):
+    weights = []
+    for checkpointing in (False, True):
+        trainer = trainer_of(tiny_model(**kind), gradient_checkpointing=checkpointing, max_steps=2, optim="sgd")
+        trainer.train()
+        weights.append(dict(trainer.model.named_parameters()))
+    assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
