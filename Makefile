@@ -1,12 +1,16 @@
 # Every target makes the virtual environment that it needs. PYTHON names another interpreter.
 PYTHON ?= python3
 VENV := .venv
-OLDEST := .venv-oldest
 DEMO := .venv-demo
 FORMER := .venv-transformers4
-OLDEST_TRANSFORMERS := transformers==5.16.1 'huggingface_hub>=1.31,<2'
+# The oldest supported transformers, and the ones between it and that of constraints.txt which engines pin.
+OLDEST := 5.16.1
+BETWEEN := 5.19.0 5.23.0
+THEIR_HUB := 'huggingface_hub>=1.31,<2'
+# What is tested between: the behaviour of the model itself.
+MODEL_TESTS := $(patsubst %,tests/test_%.py,goldens modeling cache generation loading placement remote_code training experts)
 
-.PHONY: demo test test-oldest lint format tiny clean
+.PHONY: demo test test-oldest test-matrix test-next lint format tiny clean
 
 demo: ## install into a fresh environment, convert a .pth file, load it, answer three questions
 	rm -rf $(DEMO) demo build
@@ -19,28 +23,39 @@ demo: ## install into a fresh environment, convert a .pth file, load it, answer 
 	HF_HUB_OFFLINE=1 $(DEMO)/bin/python examples/ask.py demo/tiny
 
 # Exports are also loaded under transformers 4, which knows nothing of this package.
-PYTEST := MINIMIND_PYTHON_457=$(CURDIR)/$(FORMER)/bin/python
+PYTEST := -m pytest --numprocesses logical --maxprocesses 8
+RUN := MINIMIND_PYTHON_457=$(CURDIR)/$(FORMER)/bin/python
 
 test: $(VENV)/ready $(FORMER)/ready ## the whole test suite, on the versions of constraints.txt
-	$(PYTEST) $(VENV)/bin/python -m pytest
+	$(RUN) $(VENV)/bin/python $(PYTEST)
 
-test-oldest: $(VENV)/ready $(FORMER)/ready ## the same tests on the oldest supported transformers
-	$(PYTHON) -m venv --without-pip $(OLDEST)
-	$(call see_newest,$(OLDEST))
-	$(VENV)/bin/python -m pip --python $(OLDEST)/bin/python install --quiet -e . $(OLDEST_TRANSFORMERS)
-	$(OLDEST)/bin/python -c "import transformers; assert transformers.__version__ == '5.16.1', transformers"
-	$(PYTEST) $(OLDEST)/bin/python -m pytest
+test-oldest: test-$(OLDEST) ## the whole suite on the oldest supported transformers
+
+test-matrix: test test-oldest $(BETWEEN:%=test-%) ## and the tests of the model on versions between these
+
+$(BETWEEN:%=test-%): TESTS := $(MODEL_TESTS)
+test-5.%: $(VENV)/ready $(FORMER)/ready
+	$(call beside_newest,.venv-5.$*,-e . transformers==5.$* $(THEIR_HUB))
+	.venv-5.$*/bin/python -c "import transformers; assert transformers.__version__ == '5.$*', transformers"
+	$(RUN) .venv-5.$*/bin/python $(PYTEST) $(TESTS)
+
+test-next: $(VENV)/ready $(FORMER)/ready ## the whole suite on the newest transformers there is, release candidates too
+	rm -rf .venv-next
+	$(call beside_newest,.venv-next,--upgrade --pre transformers -e .)
+	.venv-next/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	$(RUN) .venv-next/bin/python $(PYTEST)
 
 $(FORMER)/ready: $(VENV)/ready
-	$(PYTHON) -m venv --without-pip $(FORMER)
-	$(VENV)/bin/python -m pip --python $(FORMER)/bin/python install --quiet transformers==4.57.6
-	$(call see_newest,$(FORMER))
+	$(call beside_newest,$(FORMER),transformers==4.57.6)
 	touch $@
 
-# Let an environment see the packages of the newest one behind its own, so that they share one torch.
-define see_newest
+# An environment $(1) that has the requirements $(2) and sees the packages of the newest one behind its own, so that
+# they share one torch.
+define beside_newest
+$(PYTHON) -m venv --without-pip $(1)
 $(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" \
 	> "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
+$(VENV)/bin/python -m pip --python $(1)/bin/python install --quiet --no-warn-conflicts $(2)
 endef
 
 lint: $(VENV)/ready
@@ -61,4 +76,4 @@ $(VENV)/ready: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(FORMER) $(DEMO) demo build *.egg-info
+	rm -rf $(VENV) .venv-* demo build *.egg-info
