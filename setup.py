@@ -53,5 +53,8 @@ setup(
             "codespell",
         ],
     },
-    entry_points={"console_scripts": ["minimind = minimind_hf.cli:main"]},
+    entry_points={
+        "console_scripts": ["minimind = minimind_hf.cli:main"],
+        "vllm.general_plugins": ["minimind = minimind_hf.vllm_plugin:register"],
+    },
 )

@@ -1,0 +1,241 @@
+"""vLLM's own engine, on the CPU, against this package's model under transformers.
+
+The engine finds MiniMind by the entry point alone: nothing here imports the package for it, nor trusts remote code.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import openai
+import pytest
+import torch
+from conftest import DENSE, FACTS, FIXTURES, MINIMIND2, MOE, ROOT, needs_facts, tiny_model
+from memorised_chats import ANSWER, CALL, CALLED, REASONED, WEATHER, save_chat_model
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import pipeline
+from vllm import LLM, SamplingParams
+
+from minimind_hf.cli import TINY_MODEL
+from minimind_hf.convert import to_hf
+
+SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+KINDS = {
+    "dense": DENSE,
+    "untied": {"tie_word_embeddings": False},
+    "yarn": {"inference_rope_scaling": True, "max_position_embeddings": 4096},
+    "moe-top1": {**MOE, "num_experts_per_tok": 1},
+    "moe-top2": MOE,
+    "moe-unnormalized": {**MOE, "norm_topk_prob": False},
+    "minimind2": {"use_qk_norm": False, "rms_norm_scale_in_float32": False},
+    "minimind2-moe": MINIMIND2,
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def load():
+    """Makes engines; each has let go of its processes and memory before the next one starts."""
+    engines = []
+
+    def load(folder, **options):
+        settings = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "disable_log_stats": True}
+        engines.append(LLM(str(folder), **{**settings, **options}))
+        return engines[-1]
+
+    yield load
+    for engine in engines:
+        engine.llm_engine.engine_core.shutdown()
+
+
+def logits_of(engine, input_ids):
+    """Logits [B, S, V] of the engine at every position of its prompts, and its greedy next token of each row [B]."""
+    everything = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, logprobs=-1, detokenize=False)
+    prompts = [{"prompt_token_ids": row.tolist()} for row in input_ids]
+    rows = []
+    for output in engine.generate(prompts, everything, use_tqdm=False):
+        # The first token has no prediction; that of the last is the generated one.
+        entries = output.prompt_logprobs[1:] + output.outputs[0].logprobs
+        rows.append([[entry[token].logprob for token in range(len(entry))] for entry in entries])
+    return torch.tensor(rows)
+
+
+RAW = {"max_logprobs": -1, "logprobs_mode": "raw_logits", "skip_tokenizer_init": True}
+
+
+@every_kind
+def test_logits_are_those_of_the_model(kind, load, input_ids, tmp_path):
+    model = tiny_model(head_dim=32, **KINDS[kind])  # the smallest heads of vLLM's attention on the CPU
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(input_ids).logits
+    assert_close(logits_of(load(tmp_path, max_model_len=256, **RAW), input_ids), expected, rtol=0, atol=1e-4)
+
+
+def test_logits_are_those_of_the_reference(load, tmp_path):
+    case = FIXTURES / "minimind3" / "wide-heads"
+    to_hf(case / "weights.pth", tmp_path / "model", config=case / "hf_config.json")
+    golden = load_file(case / "golden.safetensors")
+    logits = logits_of(load(tmp_path / "model", max_model_len=256, **RAW), golden["input_ids"])
+    assert_close(logits, golden["logits"], rtol=0, atol=1e-4)
+
+
+QUESTIONS = [f"What is {a} plus {b}?" for a, b in zip(range(11, 27), range(60, 28, -2), strict=True)]
+QUESTIONS += [f"{a}加{b}等于多少？" for a, b in zip(range(31, 47), range(20, 52, 2), strict=True)]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What transformers' greedy search answers to each of 32 questions, one at a time."""
+    generator = pipeline("text-generation", str(TINY_MODEL), dtype=torch.float32, trust_remote_code=False)
+    replies = [generator(chat, max_new_tokens=64, do_sample=False) for chat in CHATS]
+    return [reply[0]["generated_text"][-1]["content"] for reply in replies]
+
+
+def answers(engine, chats):
+    return [output.outputs[0].text for output in engine.chat(chats, GREEDY, use_tqdm=False)]
+
+
+# A core for each of two processes. vLLM's pipelines on the CPU need the warm-up that only a compiled model gets.
+TWO_PROCESSES = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, "enforce_eager": False},
+}
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+
+
+def test_32_prompts_at_once_are_answered_as_one_at_a_time(load, expected):
+    engine = load(TINY_MODEL)
+    assert answers(engine, CHATS) == expected
+    assert [answers(engine, [chat])[0] for chat in CHATS[:4]] == expected[:4]
+
+
+@pytest.mark.parametrize("parallel", TWO_PROCESSES)
+def test_two_processes_answer_the_same(parallel, load, expected, two_cores):
+    assert answers(load(TINY_MODEL, **TWO_PROCESSES[parallel]), CHATS) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"), [("moe-top2", "tensor"), ("minimind2-moe", "tensor"), ("moe-top2", "pipeline")]
+)
+def test_two_processes_share_a_mixture_of_experts(kind, parallel, load, input_ids, tmp_path, two_cores):
+    model = tiny_model(head_dim=32, **KINDS[kind])
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(input_ids).logits
+    engine = load(tmp_path, max_model_len=256, **TWO_PROCESSES[parallel], **RAW)
+    assert_close(logits_of(engine, input_ids), expected, rtol=0, atol=1e-4)
+
+
+@needs_facts  # the dense one: vLLM's attention on the CPU has no heads of 24, which the mixture of experts has
+def test_trained_checkpoint_answers_as_recorded(load, tmp_path):
+    to_hf(FACTS / "dense" / "full_sft_256.pth", tmp_path / "dense", tokenizer=FACTS.parent / "tokenizer")
+    recorded = json.loads((FACTS / "dense" / "answers.json").read_text(encoding="utf-8"))
+    given = answers(load(tmp_path / "dense"), [[{"role": "user", "content": question}] for question in recorded])
+    assert dict(zip(recorded, map(str.strip, given), strict=True)) == recorded
+
+
+# The `vllm` command asks for the version of a package named vllm, and whether it is one for the CPU.
+VLLM = """
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """A client of `vllm serve`, started with the settings of docs/serving.md."""
+    folder = tmp_path_factory.mktemp("model")
+    save_chat_model(folder)
+    command = re.search(r"^vllm serve (.+?[^\\])$", SERVING, re.MULTILINE | re.DOTALL).group(1)
+    arguments = command.replace("\\\n", " ").replace("my-minimind", str(folder)).split()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments += ["--served-model-name", "my-minimind", "--dtype", "float32", "--enforce-eager", "--port", str(port)]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-c", VLLM, "serve", *arguments, "--host", "127.0.0.1"]
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    try:
+        for _ in range(240):
+            assert server.poll() is None, log.read_text()[-3000:]
+            try:
+                client.models.list()
+                break
+            except openai.APIConnectionError:
+                time.sleep(0.5)
+        yield client
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def ask(client, conversation, **options):
+    messages = [{"role": "user", "content": conversation[0]}]
+    return client.chat.completions.create(model="my-minimind", messages=messages, temperature=0, **options)
+
+
+def message_of(reply, stream):
+    """The parts of a reply that a client sees: what it was thinking, what it says, which tools it calls."""
+    parts = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+    calls = [call.function for part in parts for call in part.tool_calls or []]
+    return {
+        "reasoning_content": "".join(getattr(part, "reasoning", None) or "" for part in parts).strip(),
+        "content": "".join(part.content or "" for part in parts).strip(),
+        "tool_calls": ["".join(call.name or "" for call in calls), "".join(call.arguments or "" for call in calls)],
+    }
+
+
+streamed_or_not = pytest.mark.parametrize("stream", [False, True])
+
+
+@streamed_or_not
+def test_chat_over_http(stream, client):
+    message = message_of(ask(client, ANSWER, stream=stream), stream)
+    assert message == {**ANSWER[1], "reasoning_content": "", "tool_calls": ["", ""]}
+
+
+@streamed_or_not
+def test_reasoning_is_split_off(stream, client):
+    thinking = {"chat_template_kwargs": {"open_thinking": True, "thinking": True}}
+    message = message_of(ask(client, REASONED, stream=stream, extra_body=thinking), stream)
+    assert message == {**REASONED[1], "tool_calls": ["", ""]}
+
+
+@streamed_or_not
+def test_tool_calls_are_split_off(stream, client):
+    message = message_of(ask(client, CALLED, stream=stream, tools=[WEATHER]), stream)
+    name, arguments = message.pop("tool_calls")
+    assert message == {"reasoning_content": "", "content": ""}
+    assert {"name": name, "arguments": json.loads(arguments)} == CALL["function"]
+
+
+def test_bad_requests_are_refused_and_the_server_lives_on(client):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "?"}])
+    with pytest.raises(openai.BadRequestError, match="512"):
+        ask(client, ("a" * 6000, None))
+    assert ask(client, ANSWER).choices[0].message.content == ANSWER[1]["content"]
