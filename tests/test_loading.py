@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate import cpu_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from conftest import DENSE, GOLDEN_CASES, MOE, SAVED_FILES, tiny_config, tiny_model
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
@@ -172,64 +171,6 @@ def test_sharded_folder_loads(model, input_ids, tmp_path):
     assert_nothing_to_report(info)
     assert_same_parameters(loaded, model)
     assert torch.equal(logits_of(loaded, input_ids), logits_of(model, input_ids))
-
-
-def assert_no_block_is_split(device_map):
-    for name in device_map:
-        assert not re.search(r"layers\.\d+\.", name), f"{name} is placed apart from the rest of its block"
-
-
-@both_kinds
-def test_device_map_auto_with_offload_to_cpu_and_disk(kind, input_ids, tmp_path):
-    model = tiny_model(num_hidden_layers=4, **kind)
-    model.save_pretrained(tmp_path / "model")
-    block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model",
-        device_map="auto",
-        max_memory={"cpu": int(3.5 * block)},
-        offload_folder=tmp_path / "offload",
-    )
-    assert {str(device) for device in loaded.hf_device_map.values()} == {"cpu", "disk"}
-    assert_no_block_is_split(loaded.hf_device_map)
-    assert torch.equal(logits_of(loaded, input_ids), logits_of(model, input_ids))
-    settings = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
-    assert torch.equal(loaded.generate(input_ids, **settings), model.generate(input_ids, **settings))
-
-
-@both_kinds
-def test_offload_of_a_loaded_model(kind, input_ids, tmp_path):
-    expected = logits_of(tiny_model(**kind), input_ids)
-    offloaded = cpu_offload(tiny_model(**kind), execution_device=torch.device("cpu"))
-    assert offloaded.lm_head.weight.is_meta
-    assert torch.equal(logits_of(offloaded, input_ids), expected)
-
-    device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    dispatched = dispatch_model(tiny_model(**kind), device_map, main_device="cpu", offload_dir=tmp_path)
-    assert dispatched.model.layers[1].self_attn.q_proj.weight.is_meta
-    assert torch.equal(logits_of(dispatched, input_ids), expected)
-
-
-def load_with_accelerate(folder):
-    with init_empty_weights():
-        model = MiniMindForCausalLM(MiniMindConfig.from_pretrained(folder))
-    model.tie_weights()
-    return load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}).eval()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_accelerate_loads_a_dense_checkpoint(tied, input_ids, tmp_path):
-    model = tiny_model(tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(load_with_accelerate(tmp_path), input_ids), logits_of(model, input_ids))
-
-
-def test_accelerate_refuses_the_separate_experts(tmp_path):
-    """It copies names as they stand and knows no conversion; the weights it left out have no data."""
-    tiny_model(**MOE).save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="no data"):
-        load_with_accelerate(tmp_path)
 
 
 @both_kinds
