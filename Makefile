@@ -24,7 +24,7 @@ demo: ## install into a fresh environment, convert a .pth file, load it, answer 
 	HF_HUB_OFFLINE=1 $(DEMO)/bin/python examples/ask.py demo/tiny
 
 # Exports are also loaded under transformers 4, which knows nothing of this package.
-PYTEST := -m pytest --numprocesses logical --maxprocesses 8
+PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup
 RUN := MINIMIND_PYTHON_457=$(CURDIR)/$(FORMER)/bin/python
 
 test: $(VENV)/ready $(FORMER)/ready ## the whole test suite, on the versions of constraints.txt

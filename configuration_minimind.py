@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Qwen3MoeConfig
 from transformers.activations import ACT2FN
 
 # Every Auto class finds its model from a saved folder, whichever head was saved.
@@ -123,6 +123,8 @@ class MiniMindConfig(PreTrainedConfig):
         "layers.*.mlp.shared_experts.*.up_proj": "colwise",
         "layers.*.mlp.shared_experts.*.down_proj": "rowwise",
     }
+    # The names of these styles change between versions; the experts are named as in Qwen3-MoE.
+    base_model_ep_plan: ClassVar[dict[str, str]] = Qwen3MoeConfig.base_model_ep_plan
     base_model_pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),

@@ -362,6 +362,18 @@ class MiniMindPreTrainedModel(PreTrainedModel):
             for parameter in module.parameters(recurse=False):
                 init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh):
+        """As in transformers, but refuses tensor parallelism that would cut a key/value head in two."""
+        processes, heads = getattr(distributed_config, "tp_size", 1), model.config.num_key_value_heads
+        shares_heads = any("k_proj" in module for module in model.tp_plan) and distributed_config.tp_plan != {}
+        if processes > 1 and shares_heads and heads % processes:
+            raise ValueError(
+                f"tensor parallelism over {processes} processes would cut the {heads} key/value heads of this model: "
+                f"use a number of processes that divides num_key_value_heads={heads}"
+            )
+        return super().maybe_distribute_model(model, distributed_config, mesh)
+
     def save_pretrained(self, save_directory, **kwargs):
         """As in transformers, and a model card where the folder has none.
 
@@ -574,6 +586,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
