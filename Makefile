@@ -47,7 +47,7 @@ test-next: $(VENV)/ready $(FORMER)/ready ## the whole suite on the newest transf
 	$(RUN) .venv-next/bin/python $(PYTEST)
 
 test-vllm: $(VLLM)/ready ## vLLM's own engine, on the CPU
-	HF_HUB_OFFLINE=1 $(VLLM)/bin/python $(PYTEST) tests/engines
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest tests/engines
 
 # torchvision, torchaudio and torchcodec come along as builds for another torch, and do not import.
 $(VLLM)/ready: setup.py

@@ -1,4 +1,4 @@
-"""The `minimind` command: convert, inspect, verify, generate."""
+"""The `minimind` command: convert, inspect, verify, generate, serve."""
 
 import os
 import signal
@@ -84,6 +84,17 @@ def generate_text(
 ):
     """Answer a prompt, token by token. Where the tokenizer has a chat template, the prompt is a user's message."""
     stream_answer(model, prompt, max_new_tokens, temperature, seed)
+
+
+@app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve_folder(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model folder.")],
+):
+    """Serve a model over HTTP as OpenAI's API does; takes every option of `transformers serve`, such as --port."""
+    from minimind_hf.serving import serve
+
+    serve(folder, context.args)
 
 
 def stream_answer(folder: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int):

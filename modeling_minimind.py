@@ -365,12 +365,13 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh):
         """As in transformers, but refuses tensor parallelism that would cut a key/value head in two."""
-        processes, heads = getattr(distributed_config, "tp_size", 1), model.config.num_key_value_heads
-        shares_heads = any("k_proj" in module for module in model.tp_plan) and distributed_config.tp_plan != {}
-        if processes > 1 and shares_heads and heads % processes:
+        heads = model.config.num_key_value_heads
+        # An empty plan, or that of the experts alone, leaves attention whole.
+        cuts = any("k_proj" in name for name in model.tp_plan) and getattr(distributed_config, "tp_plan", {}) != {}
+        if cuts and heads % distributed_config.tp_size:
             raise ValueError(
-                f"tensor parallelism over {processes} processes would cut the {heads} key/value heads of this model: "
-                f"use a number of processes that divides num_key_value_heads={heads}"
+                f"tensor parallelism over {distributed_config.tp_size} processes would cut this model's {heads} "
+                f"key/value heads: use a number of processes that divides num_key_value_heads={heads}"
             )
         return super().maybe_distribute_model(model, distributed_config, mesh)
 

@@ -32,6 +32,7 @@ setup(
         "train": ["datasets>=4.7"],
         "peft": ["peft"],
         "gguf": ["gguf>=0.19"],
+        "serve": ["fastapi", "openai", "uvicorn", "opentelemetry-api"],
         "dev": [
             "datasets>=4.7",
             "peft",
@@ -45,6 +46,10 @@ setup(
             "onnx",
             "onnxscript",
             "onnxruntime",
+            "fastapi",
+            "openai",
+            "uvicorn",
+            "opentelemetry-api",
             "llama-cpp-python",  # what reads the exported GGUF files; built from source, with a C++ compiler
             "pytest",
             "pytest-xdist",

@@ -1,0 +1,112 @@
+"""MiniMind over HTTP: `minimind serve`, asked by the client of OpenAI."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from memorised_chats import ANSWER, CALL, CALLED, REASONED, WEATHER, save_chat_model
+
+# One worker of pytest runs them all: what is served takes a while to start.
+pytestmark = pytest.mark.xdist_group("serving")
+streamed_or_not = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_chat_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[[], ["--continuous-batching"]], ids=["plain", "continuous-batching"])
+def client(request, folder, tmp_path_factory):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--dtype", "float32", *request.param]
+    command = [sys.executable, "-m", "minimind_hf", "serve", folder, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    try:
+        wait_until_it_answers(f"http://{address}/health", server, log)
+        yield openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=120)
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def wait_until_it_answers(url, server, log, seconds=180):
+    for _ in range(2 * seconds):
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except urllib.error.URLError:
+            time.sleep(0.5)
+    pytest.fail(f"the server does not answer after {seconds} seconds: {log.read_text()[-3000:]}")
+
+
+def ask(client, folder, conversation, **options):
+    messages = [{"role": "user", "content": conversation[0]}]
+    return client.chat.completions.create(model=str(folder), messages=messages, max_tokens=80, **options)
+
+
+def message_of(reply, stream):
+    """What the client sees: what the model was thinking, what it says, and which tools it calls."""
+    parts = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+    calls = [call.function for part in parts for call in part.tool_calls or []]
+    return {
+        "reasoning_content": "".join(getattr(part, "reasoning_content", None) or "" for part in parts).strip(),
+        "content": "".join(part.content or "" for part in parts).strip(),
+        "calls": [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls],
+    }
+
+
+@streamed_or_not
+def test_plain_answer(stream, client, folder):
+    message = message_of(ask(client, folder, ANSWER, stream=stream), stream)
+    assert message == {"reasoning_content": "", **ANSWER[1], "calls": []}
+
+
+@streamed_or_not
+def test_reasoning_is_split_off(stream, client, folder):
+    thinking = {"chat_template_kwargs": {"open_thinking": True}}
+    message = message_of(ask(client, folder, REASONED, stream=stream, extra_body=thinking), stream)
+    assert message == {**REASONED[1], "calls": []}
+
+
+@streamed_or_not
+def test_tool_calls_are_split_off(stream, client, folder):
+    message = message_of(ask(client, folder, CALLED, stream=stream, tools=[WEATHER]), stream)
+    assert message == {"reasoning_content": "", "content": "", "calls": [CALL["function"]]}
+
+
+def test_requests_at_once_are_answered_as_one_at_a_time(client, folder):
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: ask(client, folder, ANSWER), range(8)))
+    assert {reply.choices[0].message.content for reply in replies} == {ANSWER[1]["content"]}
+
+
+def test_a_client_that_hangs_up_does_no_harm(client, folder):
+    for _ in range(3):
+        with ask(client, folder, ANSWER, stream=True) as stream:
+            next(iter(stream))
+    assert ask(client, folder, ANSWER).choices[0].message.content == ANSWER[1]["content"]
+
+
+def test_bad_requests_are_refused_and_the_server_lives_on(client, folder):
+    with pytest.raises(openai.APIStatusError):
+        client.chat.completions.create(model="another", messages=[{"role": "user", "content": "?"}])
+    with pytest.raises(openai.APIStatusError):
+        client.chat.completions.create(model=str(folder), messages="?")
+    assert ask(client, folder, ANSWER).choices[0].message.content == ANSWER[1]["content"]
