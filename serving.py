@@ -1,5 +1,6 @@
 """`minimind serve`: transformers' own OpenAI-compatible server, which knows MiniMind and the parts of its replies."""
 
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,5 +28,7 @@ def serve(folder: Path, options: list[str]):
     transformers.MiniMindForCausalLM = MiniMindForCausalLM  # where the server looks for an architecture
     # For tokenizers that do not say how their replies are read.
     utils._RESPONSE_TEMPLATE_FALLBACKS[("minimind",)] = RESPONSE_TEMPLATE
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the server handles them, and then ends as they say by default
+        signal.signal(number, signal.SIG_DFL)
     sys.argv = ["transformers", "serve", str(folder), *options]
     command_line.app()
