@@ -50,7 +50,7 @@ setup(
             "openai",
             "uvicorn",
             "opentelemetry-api",
-            "llama-cpp-python",  # what reads the exported GGUF files; built from source, with a C++ compiler
+            "llama-cpp-python[server]",  # what reads the exported GGUF files; built from source, with a C++ compiler
             "pytest",
             "pytest-xdist",
             "pre-commit",

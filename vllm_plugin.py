@@ -9,27 +9,29 @@ def register():
     import minimind_hf  # noqa: F401 (registers the Auto classes)
 
     # The backend for mixtures of experts is that for dense models, and replaces experts where it finds any. From the
-    # causal model vLLM makes the trunk and the classifiers by itself.
+    # causal model vLLM derives the trunk and the classifiers by itself.
     backend = "vllm.model_executor.models.transformers:TransformersMoEForCausalLM"
     ModelRegistry.register_model("MiniMindForCausalLM", backend)
-    MODELS_CONFIG_MAP["MiniMindForCausalLM"] = WhatVLLMComputesRightly
+    MODELS_CONFIG_MAP["MiniMindForCausalLM"] = Limits
 
 
-class WhatVLLMComputesRightly:
-    """What vLLM asks about a model's settings before it loads any weights."""
+class Limits:
+    """What vLLM calls with the settings of a model and its engine, before anything is loaded."""
 
     @staticmethod
     def verify_and_update_model_config(model_config):
-        """Called for each model; all is checked below, where the settings of the engine are known too."""
+        """Check nothing yet: vLLM calls this first, and knows the platform and the rest below."""
 
     @staticmethod
     def verify_and_update_config(vllm_config):
-        """Raise ValueError where vLLM's layers would compute something else than MiniMind, or break down later."""
+        """Raise ValueError where vLLM would compute something else than MiniMind, or fail at the first request."""
         from vllm.platforms import current_platform
 
         config = vllm_config.model_config.hf_config
         if config.use_moe and config.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act={config.hidden_act!r}: the experts of vLLM's Transformers backend know only silu")
+            raise ValueError(
+                f"hidden_act={config.hidden_act!r}: experts in vLLM's Transformers backend always compute silu"
+            )
         if config.rope_parameters["rope_type"] == "dynamic":
             raise ValueError(
                 "rope_type='dynamic': in vLLM the frequencies of a prompt would depend on the prompts beside it"

@@ -18,6 +18,7 @@ def test_every_test_that_is_named_exists():
     named = re.findall(r"(\w+)::(test_\w+)", DOCUMENT.partition("\n| | holds")[2])
     assert len(named) > 37
     for file, test in named:
-        tree = ast.parse((ROOT / "tests" / f"test_{file}.py").read_text(encoding="utf-8"))
+        (path,) = (ROOT / "tests").rglob(f"test_{file}.py")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert test in functions, f"tests/test_{file}.py has no {test}"
+        assert test in functions, f"{path} has no {test}"

@@ -1,4 +1,4 @@
-"""Training in two processes is training in one: the same losses, and checkpoints that any number of processes resume."""
+"""Training in two processes is training in one: equal losses, and checkpoints that any number of processes resumes."""
 
 import json
 import os
@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import MOE, ROOT, tiny_model
+from packaging.version import Version
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -67,6 +69,10 @@ def test_one_process_resumes_what_two_began(runs):
     assert_same_weights(folder / "two-then-one", folder / "one")
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.20"),
+    reason="on CPUs, several processes of this version's Trainer cannot read an optimizer's state",
+)
 def test_two_processes_resume_what_one_began(runs):
     folder, launcher, expected, _ = runs
     losses = train(folder, launcher, folder / "one-then-two", folder / "one" / "checkpoint-2")

@@ -1,6 +1,5 @@
-"""MiniMind over HTTP: `minimind serve`, asked by the client of OpenAI."""
+"""MiniMind over HTTP: `minimind serve`, and llama.cpp's server, asked by the client of OpenAI."""
 
-import inspect
 import json
 import os
 import socket
@@ -10,11 +9,15 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import openai
 import pytest
 from memorised_chats import ANSWER, CALL, CALLED, REASONED, WEATHER, save_chat_model
-from transformers.cli.serving import chat_completion
+from transformers.cli.serving import utils
+
+from minimind_hf.convert import to_gguf
+from minimind_hf.serving import serve
 
 # One worker of pytest runs them all: what is served takes a while to start.
 pytestmark = pytest.mark.xdist_group("serving")
@@ -28,23 +31,32 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[[], ["--continuous-batching"]], ids=["plain", "continuous-batching"])
-def client(request, folder, tmp_path_factory):
+@contextmanager
+def served(command, log, health):
+    """A client of a server that runs meanwhile; `command` ends in the option for its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--dtype", "float32", *request.param]
-    command = [sys.executable, "-m", "minimind_hf", "serve", folder, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        port = str(free.getsockname()[1])
     with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen([*command, port], stdout=output, stderr=output, env=environment)
     try:
-        wait_until_it_answers(f"http://{address}/health", server, log)
-        yield openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", timeout=60)
+        wait_until_it_answers(f"http://127.0.0.1:{port}{health}", server, log)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60)
     finally:
         server.terminate()
         server.wait(60)
+
+
+# Without limits, continuous batching takes most of the machine's memory for its cache.
+BATCHING = ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "512"]
+
+
+@pytest.fixture(scope="module", params=[[], BATCHING], ids=["plain", "continuous-batching"])
+def client(request, folder, tmp_path_factory):
+    command = [sys.executable, "-m", "minimind_hf", "serve", folder, "--dtype", "float32", *request.param, "--port"]
+    with served(command, tmp_path_factory.mktemp("server") / "log", "/health") as client:
+        yield client
 
 
 def wait_until_it_answers(url, server, log, seconds=180):
@@ -81,8 +93,8 @@ def test_plain_answer(stream, client, folder):
 
 
 @pytest.mark.skipif(
-    "chat_template_kwargs" not in inspect.getsource(chat_completion),
-    reason="the server of this version of transformers does not pass `open_thinking` on",
+    not hasattr(utils, "_REASONING_FIELDS"),
+    reason="the server of this version of transformers has another name for reasoning",
 )
 @streamed_or_not
 def test_reasoning_is_split_off(stream, client, folder):
@@ -116,3 +128,28 @@ def test_bad_requests_are_refused_and_the_server_lives_on(client, folder):
     with pytest.raises(openai.APIStatusError):
         client.chat.completions.create(model=str(folder), messages="?")
     assert ask(client, folder, ANSWER).choices[0].message.content == ANSWER[1]["content"]
+
+
+def test_llama_cpp_serves_the_gguf_file(folder, tmp_path):
+    report = to_gguf(folder, tmp_path / "my.gguf", outtype="f32")
+    assert "bit for bit" in str(report)
+    command = [sys.executable, "-m", "llama_cpp.server", "--model", tmp_path / "my.gguf", "--n_ctx", "512", "--port"]
+    with served(command, tmp_path / "log", "/v1/models") as client:
+        assert ask(client, "my.gguf", ANSWER, temperature=0).choices[0].message.content == ANSWER[1]["content"]
+        reply = ask(client, "my.gguf", ANSWER, temperature=0, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in reply) == ANSWER[1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("folder_name", "hidden", "message"),
+    [
+        ("nothing", "", "is not a model folder"),
+        ("model", "uvicorn", r"needs uvicorn: pip install 'minimind-hf\[serve\]'"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(folder_name, hidden, message, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr("minimind_hf.serving.find_spec", lambda name: None if name == hidden else object())
+    with pytest.raises(ValueError, match=message):
+        serve(tmp_path / folder_name, [])

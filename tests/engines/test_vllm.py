@@ -21,13 +21,16 @@ os.environ |= {
 import openai
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import DENSE, FACTS, FIXTURES, MINIMIND2, MOE, ROOT, needs_facts, tiny_model
 from memorised_chats import ANSWER, CALL, CALLED, REASONED, WEATHER, save_chat_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import pipeline
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
+from minimind_hf import MiniMindForSequenceClassification, MiniMindForTokenClassification, MiniMindModel
 from minimind_hf.cli import TINY_MODEL
 from minimind_hf.convert import to_hf
 
@@ -58,12 +61,15 @@ def load():
         engine.llm_engine.engine_core.shutdown()
 
 
-def logits_of(engine, input_ids):
-    """Logits [B, S, V] of the engine at every position of its prompts, and its greedy next token of each row [B]."""
+def prompts_of(input_ids):
+    return [{"prompt_token_ids": row.tolist()} for row in input_ids]
+
+
+def logits_of(engine, input_ids, **options):
+    """Logits [B, S, V] of the engine at every position of its prompts."""
     everything = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, logprobs=-1, detokenize=False)
-    prompts = [{"prompt_token_ids": row.tolist()} for row in input_ids]
     rows = []
-    for output in engine.generate(prompts, everything, use_tqdm=False):
+    for output in engine.generate(prompts_of(input_ids), everything, use_tqdm=False, **options):
         # The first token has no prediction; that of the last is the generated one.
         entries = output.prompt_logprobs[1:] + output.outputs[0].logprobs
         rows.append([[entry[token].logprob for token in range(len(entry))] for entry in entries])
@@ -88,6 +94,116 @@ def test_logits_are_those_of_the_reference(load, tmp_path):
     golden = load_file(case / "golden.safetensors")
     logits = logits_of(load(tmp_path / "model", max_model_len=256, **RAW), golden["input_ids"])
     assert_close(logits, golden["logits"], rtol=0, atol=1e-4)
+
+
+REGISTER = """
+import sys
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="vllm.general_plugins", name="minimind")
+register = plugin.load()
+assert "vllm" not in sys.modules  # so it loads where there is no vLLM, too
+register()
+register()
+from vllm import ModelRegistry
+assert "MiniMindForCausalLM" in ModelRegistry.get_supported_archs()
+assert "vllm.model_executor.models.transformers" not in sys.modules  # layers and kernels wait for a model
+"""
+
+
+def test_registering_twice_is_fine_and_loads_no_layers():
+    subprocess.run([sys.executable, "-c", REGISTER], check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**MOE, "hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"head_dim": 24}, "head_dim=24"),
+    ],
+)
+def test_what_vllm_would_compute_wrongly_is_refused(changes, message, load, tmp_path):
+    tiny_model(**{"head_dim": 32, **changes}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, max_model_len=256, **RAW)
+
+
+REMOTE_CODE = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    folder, input_ids = sys.argv[1], json.loads(sys.argv[2])
+    engine = LLM(folder, trust_remote_code=True, dtype="float32", enforce_eager=True, skip_tokenizer_init=True)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": row} for row in input_ids], greedy, use_tqdm=False)
+    assert "minimind_hf" not in sys.modules
+    print("tokens", json.dumps([output.outputs[0].token_ids for output in outputs]))
+"""
+
+
+def test_trusted_folder_works_without_the_package(input_ids, tmp_path):
+    model = tiny_model(head_dim=32, **MOE)
+    model.save_pretrained(tmp_path / "model")
+    expected = model.generate(input_ids, max_new_tokens=16, do_sample=False, eos_token_id=None)[
+        :, input_ids.shape[1] :
+    ]
+    script = tmp_path / "script.py"
+    script.write_text(REMOTE_CODE, encoding="utf-8")
+    command = [sys.executable, script, tmp_path / "model", json.dumps(input_ids.tolist())]
+    run = subprocess.run(command, env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (tokens,) = re.findall(r"^tokens (.+)$", run.stdout, re.MULTILINE)
+    assert json.loads(tokens) == expected.tolist()
+
+
+def add_random_lora(model, folder):
+    """Write a LoRA of every linear layer as PEFT would, and add it to the weights of the model."""
+    generator = torch.Generator().manual_seed(3)
+    tensors, layers = {}, [name for name, layer in model.model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    for name in layers:
+        weight = model.model.get_submodule(name).weight
+        a = torch.randn(8, weight.shape[1], generator=generator) / 8
+        b = torch.randn(weight.shape[0], 8, generator=generator) / 8
+        prefix = f"base_model.model.model.{name}"
+        tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+        weight.data += 2 * b @ a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.rpartition(".")[-1] for name in layers})
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def test_lora_adapter_is_added_to_the_requests_that_name_it(load, input_ids, tmp_path):
+    model = tiny_model(head_dim=32)
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        plain = model(input_ids).logits
+        add_random_lora(model, tmp_path / "lora")
+        adapted = model(input_ids).logits
+    engine = load(tmp_path / "model", max_model_len=256, enable_lora=True, **RAW)
+    adapter = LoRARequest("lora", 1, str(tmp_path / "lora"))
+    assert_close(logits_of(engine, input_ids, lora_request=adapter), adapted, rtol=0, atol=1e-4)
+    assert_close(logits_of(engine, input_ids), plain, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("head", "task", "expect"),
+    [
+        (MiniMindModel, "embed", lambda output: F.normalize(output.last_hidden_state[:, -1], dim=-1)),
+        (MiniMindForSequenceClassification, "classify", lambda output: output.logits.softmax(-1)),
+        (MiniMindForTokenClassification, "token_classify", lambda output: output.logits.softmax(-1)),
+    ],
+    ids=["embeddings", "sequences", "tokens"],
+)
+def test_heads_give_what_they_give_under_transformers(head, task, expect, load, input_ids, tmp_path):
+    model = tiny_model(model_class=head, head_dim=32, num_labels=3, **MOE)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = expect(model(input_ids))
+    engine = load(tmp_path, runner="pooling", max_model_len=256, tokenizer=str(FIXTURES / "tokenizer"))
+    outputs = engine.encode(prompts_of(input_ids), pooling_task=task, use_tqdm=False)
+    assert_close(torch.stack([output.outputs.data for output in outputs]), expected, rtol=0, atol=1e-5)
 
 
 QUESTIONS = [f"What is {a} plus {b}?" for a, b in zip(range(11, 27), range(60, 28, -2), strict=True)]
@@ -238,6 +354,13 @@ def test_tool_calls_are_split_off(stream, client):
 
 
 @one_server
+def test_responses_api_and_required_tool_call(client):
+    reply = client.responses.create(model="my-minimind", input=ANSWER[0], temperature=0)
+    assert reply.output_text == ANSWER[1]["content"]
+    message = message_of(ask(client, CALLED, tools=[WEATHER], tool_choice="required"), stream=False)
+    assert json.loads(message["tool_calls"][1]) == CALL["function"]["arguments"]
+
+
 def test_bad_requests_are_refused_and_the_server_lives_on(client):
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "?"}])
