@@ -181,13 +181,16 @@ def test_dtypes(kind, dtype, input_ids, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
     loaded.save_pretrained(tmp_path / "half")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
-    for half in (loaded, again):
+    by_default = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    by_name = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=str(dtype).removeprefix("torch."))
+    for half in (loaded, again, by_default, by_name):
         assert half.dtype == dtype
         assert half.model.rotary_emb.inv_freq.dtype == torch.float32
         for name, parameter in half.named_parameters():
             assert torch.equal(parameter, model.get_parameter(name).to(dtype)), name
     assert torch.equal(logits_of(again, input_ids), logits_of(loaded, input_ids))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.float32).dtype == torch.float32
+    for float32 in (torch.float32, "float32"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype=float32).dtype == torch.float32
 
 
 def test_half_precision_logits_are_close(input_ids, tmp_path):
