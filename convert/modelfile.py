@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from transformers import GenerationConfig
-
 from minimind_hf.configuration_minimind import MiniMindConfig
 from minimind_hf.convert.files import read_json
 from minimind_hf.convert.layout import ConversionError, first_line
@@ -112,13 +110,14 @@ def sampling_parameters(source: Path) -> dict[str, float]:
     file = source / "generation_config.json"
     if not file.is_file():
         return {}
-    try:
-        generation = GenerationConfig.from_dict(read_json(file))
-    except (TypeError, ValueError) as error:
-        raise ConversionError(f"{file} is no generation config: {first_line(error)}") from error
-    penalty = {"repeat_penalty": generation.repetition_penalty or 1}
-    if not generation.do_sample:
-        return {"temperature": 0, **penalty}
-    defaults = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0}  # transformers'
-    chosen = {name: getattr(generation, name) for name in defaults}
-    return {**{name: defaults[name] if value is None else value for name, value in chosen.items()}, **penalty}
+    given = read_json(file)
+    chosen = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0}  # transformers' defaults
+    if not given.get("do_sample"):
+        chosen = {"temperature": 0}
+    else:
+        chosen = {name: default if given.get(name) is None else given[name] for name, default in chosen.items()}
+    chosen["repeat_penalty"] = given.get("repetition_penalty") or 1
+    for name, value in chosen.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConversionError(f"{name} is {value!r} in {file}: expected a number")
+    return chosen

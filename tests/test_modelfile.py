@@ -149,6 +149,20 @@ def test_generation_settings_go_along(tmp_path):
     assert written == {"num_ctx": "256", **expected}
 
 
+@pytest.mark.parametrize("settings", [{"temperature": "0.5\nFROM other"}, {"top_k": [1]}, {"repetition_penalty": "x"}])
+def test_settings_that_are_no_numbers_are_refused(tmp_path, settings):
+    folder = folder_with(tmp_path, TOKENIZER)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **settings}))
+    with pytest.raises(ConversionError, match="expected a number"):
+        to_gguf(folder, tmp_path / "out" / "a.gguf", modelfile=True, verify=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_file_cannot_be_both(tmp_path):
+    with pytest.raises(ConversionError, match="name another file"):
+        to_gguf(folder_with(tmp_path, TOKENIZER), tmp_path / "out" / "Modelfile", modelfile=True)
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import DENSE, MINIMIND2, MOE, ROOT, tiny_config, tiny_model
+from documents import blocks
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -31,6 +32,13 @@ REFUSED = {
 }
 
 
+def run_in_two_processes(*command, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, **options)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Folders of models, each with the outcome of two processes that loaded it together."""
@@ -38,19 +46,7 @@ def directory(tmp_path_factory):
     for name, changes in {**SHARED, **REFUSED}.items():
         tiny_model(**changes).save_pretrained(directory / name)
     torch.save(torch.randint(3, 192, (2, 12), generator=torch.Generator().manual_seed(1)), directory / "input_ids.pt")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        WORKER,
-        directory,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_in_two_processes(WORKER, directory)
     return directory
 
 
@@ -62,6 +58,14 @@ def test_two_processes_give_the_logits_and_tokens_of_one(name, directory, input_
         assert_close(outcome["logits"], model(input_ids).logits, rtol=0, atol=2e-5)
     expected = model.generate(input_ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert torch.equal(outcome["tokens"], expected)
+
+
+def test_block_of_the_page(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "my-minimind")
+    (block,) = blocks("docs/scaling.md", "Plans of transformers", "python")
+    check = "assert tuple(model.model.layers[0].mlp.up_proj.weight.to_local().shape) == (128, 64)\n"  # half of 256
+    (tmp_path / "script.py").write_text(block + check)
+    run_in_two_processes("script.py", cwd=tmp_path)
 
 
 def test_each_process_holds_its_share(directory):
