@@ -1,4 +1,4 @@
-"""The `minimind` command: convert, inspect, verify, generate, serve."""
+"""The `minimind` command: convert, inspect, verify, generate, trace, serve."""
 
 import os
 import signal
@@ -84,6 +84,30 @@ def generate_text(
 ):
     """Answer a prompt, token by token. Where the tokenizer has a chat template, the prompt is a user's message."""
     stream_answer(model, prompt, max_new_tokens, temperature, seed)
+
+
+@app.command("trace")
+def trace_model(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="A model folder; without one, a tiny random model.")
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="Of the random model: 64 without this.")] = None,
+    num_hidden_layers: Annotated[int | None, typer.Option(help="Of the random model: 2 without this.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Of the random model: 6400 without this.")] = None,
+    moe: Annotated[bool, typer.Option("--moe", help="Make the random model a mixture of 4 experts.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences.")] = 2,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 6,
+    cache: Annotated[bool, typer.Option("--cache", help="Show a cache growing: a prefill and three steps.")] = False,
+    output_format: Annotated[str, typer.Option("--format", help="text, json, svg or html.")] = "text",
+    output: Annotated[Path | None, typer.Option(help="Write to this file.", show_default="the terminal")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the random weights and token ids.")] = 0,
+):
+    """Show every step of a forward pass with its shape and its root mean square."""
+    from minimind_hf.tracing.command import trace_to
+
+    sizes = {"hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers, "vocab_size": vocab_size}
+    trace_to(output, overwrite, output_format, folder, sizes, moe, batch_size, seq_len, cache, seed)
 
 
 @app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"minimind_hf": "."},
     script_name="setup.py",  # setuptools leaves the file of this name out of the package
-    packages=["minimind_hf", "minimind_hf.convert"],
+    packages=["minimind_hf", "minimind_hf.convert", "minimind_hf.tracing"],
     package_data={"minimind_hf": ["assets/minimind-tiny/*", "assets/*.jinja", "assets/*.gotmpl"]},
     install_requires=[
         "transformers>=5.16.1,<6",
