@@ -1,9 +1,14 @@
-"""What the documents name exists."""
+"""What the documents name exists, and what they show is so."""
 
 import ast
 import re
+import subprocess
+import sys
 
 from conftest import ROOT
+from typer.testing import CliRunner
+
+from minimind_hf.cli import app
 
 DOCUMENT = (ROOT / "docs" / "behaviours.md").read_text(encoding="utf-8")
 
@@ -22,3 +27,17 @@ def test_every_test_that_is_named_exists():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert test in functions, f"{path} has no {test}"
+
+
+def test_page_on_the_inside_of_the_model():
+    text = (ROOT / "docs" / "inside.md").read_text(encoding="utf-8")
+    script = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert f"print(error)  # {run.stdout.strip()}\n" in text
+
+
+def test_picture_is_what_the_command_draws(tmp_path):
+    output = tmp_path / "trace.svg"
+    assert CliRunner().invoke(app, ["trace", "--format", "svg", "--output", str(output)]).exit_code == 0
+    assert output.read_text(encoding="utf-8") == (ROOT / "docs" / "trace.svg").read_text(encoding="utf-8")
