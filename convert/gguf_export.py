@@ -120,7 +120,9 @@ def to_gguf(
     check_destination(destination, inputs, overwrite, GGUF_FILE)
     ollama = destination.parent / "Modelfile"
     if modelfile:
-        check_destination(ollama, [*inputs, destination], overwrite, MODELFILE)
+        if destination.suffix != ".gguf":
+            raise ConversionError(f"{str(destination)!r}: a Modelfile can name a file only if it ends in .gguf")
+        check_destination(ollama, inputs, overwrite, MODELFILE)
 
     checkpoint = load_checkpoint(source, config, flags)
     take_special_tokens(checkpoint.config, folder, given=read_json(config) if config else {})

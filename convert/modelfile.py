@@ -18,15 +18,19 @@ CHATML = (
 )
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": x}}} for x in (1, 2)]
 SYSTEM, USER, REPLY = [{"role": role, "content": f"the {role}"} for role in ("system", "user", "assistant")]
-PROBES_OF_CHATML = [([USER], {}), ([SYSTEM, USER, REPLY, USER, REPLY, USER], {})]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 PROBES = [
-    *PROBES_OF_CHATML,
-    ([USER, {**REPLY, "reasoning_content": "thought"}, SYSTEM, USER], {"open_thinking": True}),
+    ([USER], {}),
+    ([SYSTEM, USER, REPLY, USER, REPLY, USER], {}),
     (
-        [SYSTEM, USER, {**REPLY, "tool_calls": CALLS}, *[{"role": "tool", "content": "1"}] * 2],
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+        [USER, {**REPLY, "reasoning_content": "thought"}, SYSTEM, USER],
+        {"open_thinking": True, "enable_thinking": True},
     ),
+    ([SYSTEM, USER, {**REPLY, "tool_calls": CALLS}, *[{"role": "tool", "content": "1"}] * 2, USER], {"tools": TOOLS}),
 ]
+
+# Ollama's sampling parameters: transformers' default where do_sample is true, the least and the largest value.
+SAMPLING = {"temperature": (1, 0, 1e4), "top_k": (50, 0, 1e6), "top_p": (1, 0, 1), "min_p": (0, 0, 1)}
 
 
 def make_modelfile(gguf: Path, source: Path, tokenizer: Path, config: MiniMindConfig) -> str:
@@ -71,26 +75,28 @@ def find_template(folder: Path) -> tuple[str, str]:
             messages, chat_template=template, tokenize=False, add_generation_prompt=True, **options
         )
 
-    def renders_as(template, probes, system=""):
+    def renders_as(template, system=""):
         return all(
             render(None, messages, options) == render(template, with_system(messages, system), options)
-            for messages, options in probes
+            for messages, options in PROBES
         )
 
     reason = ""
     try:
-        if renders_as((ASSETS / "training_chat_template.jinja").read_text(encoding="utf-8"), PROBES):
+        if renders_as((ASSETS / "training_chat_template.jinja").read_text(encoding="utf-8")):
             return read_template("minimind3"), ""
         # Where no system message is given, a template may add its own.
         added, _, _ = render(None, [USER], {}).partition("<|im_start|>user\n")
         system = added.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
-        if renders_as(CHATML, PROBES_OF_CHATML, system) and '"""' not in system:
+        # Ollama drops what Go does not call printable; three quotes would end the message.
+        is_kept = all(letter.isprintable() or letter in "\n\t" for letter in system) and '"""' not in system
+        if is_kept and renders_as(CHATML, system):
             return read_template("chatml"), system
     except Exception as error:  # whatever somebody's template raises
         reason = f" ({first_line(error)})"
     raise ConversionError(
-        f"the chat template in {folder} is neither MiniMind-3's nor ChatML{reason}, and no other is known in Ollama's "
-        "language: leave --modelfile out, and write a Modelfile with your own TEMPLATE"
+        f"the chat template in {folder} is neither MiniMind-3's nor plain ChatML{reason}, and no other is known in "
+        "Ollama's language: leave --modelfile out, and write a Modelfile with your own TEMPLATE"
     )
 
 
@@ -111,13 +117,22 @@ def sampling_parameters(source: Path) -> dict[str, float]:
     if not file.is_file():
         return {}
     given = read_json(file)
-    chosen = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0}  # transformers' defaults
-    if not given.get("do_sample"):
-        chosen = {"temperature": 0}
-    else:
-        chosen = {name: default if given.get(name) is None else given[name] for name, default in chosen.items()}
-    chosen["repeat_penalty"] = given.get("repetition_penalty") or 1
-    for name, value in chosen.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConversionError(f"{name} is {value!r} in {file}: expected a number")
-    return chosen
+    samples, penalty = given.get("do_sample") or False, given.get("repetition_penalty")
+    if not isinstance(samples, bool):
+        raise ConversionError(f"do_sample is {samples!r} in {file}: expected true or false")
+    chosen = {"temperature": 0}
+    for name, (default, least, most) in SAMPLING.items() if samples else ():
+        chosen[name] = checked(name, default if given.get(name) is None else given[name], least, most, file)
+    if penalty is None or penalty == 1:
+        return {**chosen, "repeat_penalty": 1}
+    # By default, Ollama looks back on 64 tokens only.
+    return {**chosen, "repeat_penalty": checked("repetition_penalty", penalty, 1e-3, 1e3, file), "repeat_last_n": -1}
+
+
+def checked(name: str, value, least: float, most: float, file: Path) -> float:
+    """Return a setting if it is a number within bounds, and a whole one where Ollama takes no other."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or (name == "top_k" and value != int(value)):
+        kind = "a whole number" if name == "top_k" else "a number"
+        raise ConversionError(f"{name} is {value!r} in {file}: expected {kind} from {least:g} to {most:g}")
+    return int(value) if name == "top_k" else value

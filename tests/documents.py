@@ -1,6 +1,7 @@
 """The blocks of the documents, for tests that run them as they stand."""
 
 import re
+import shlex
 
 from conftest import ROOT
 
@@ -16,4 +17,4 @@ def blocks(document: str, heading: str | None, language: str) -> list[str]:
 def commands(block: str) -> list[list[str]]:
     """The words of each command of a shell block but installations."""
     lines = block.replace("\\\n", " ").splitlines()
-    return [line.split() for line in lines if line and not line.startswith("pip install")]
+    return [shlex.split(line, comments=True) for line in lines if line and not line.startswith("pip install")]

@@ -118,7 +118,7 @@ func main() {
 			output.Thinking = []string{around[0], around[len(around)-1]}
 		}
 		if branch, ok := node.(*parse.IfNode); ok && uses(branch.Pipe, "ToolCalls") && output.ToolCall == "" {
-			output.ToolCall, _, _ = strings.Cut(texts(branch.List)[0], "\n")
+			output.ToolCall, _, _ = strings.Cut(texts(branch.List)[0], "{")
 		}
 	})
 	check(json.NewEncoder(os.Stdout).Encode(output))

@@ -46,6 +46,7 @@ def test_convert_inspect_verify_and_back(minimind, tmp_path):
     facts = dict(line.split(maxsplit=1) for line in inspect.stdout.splitlines())
     assert facts["generation"] == "MiniMind-3"
     assert facts["parameters"] == "135,552"
+    assert facts["attention"] == f"{2 * 64 * (2 * 64 + 2 * 32):,}"  # 2 blocks, 4 heads and 2 key/value heads of 16
     assert facts["head_dim"] == "16"
 
     verify = minimind("verify", "model", WEIGHTS)

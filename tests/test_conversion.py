@@ -10,14 +10,14 @@ import zipfile
 
 import pytest
 import torch
-from conftest import FIXTURES, GOLDEN_CASES, SAVED_FILES, case_name, tiny_config, tiny_model
+from conftest import FIXTURES, GOLDEN_CASES, MINIMIND2, MOE, SAVED_FILES, case_name, tiny_config, tiny_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
 from minimind_hf.convert import ConversionError, to_hf, to_torch
 from minimind_hf.convert.compare import compare_logits, load_for_comparison
 from minimind_hf.convert.files import MINIMIND_FOLDER, written_whole
-from minimind_hf.convert.inspection import describe
+from minimind_hf.convert.inspection import cache_bytes, count_active, count_parameters, describe
 from minimind_hf.convert.layout import clean_names, expected_shapes, fuse_experts
 
 DENSE = FIXTURES / "minimind3" / "dense"
@@ -599,6 +599,23 @@ def test_written_files_can_be_read_by_whoever_can_read_the_config(tmp_path):
 
 
 # Inspect and verify.
+
+
+@pytest.mark.parametrize("kind", [{}, {"tie_word_embeddings": False}, MOE, MINIMIND2])
+def test_parameters_and_cache_are_those_of_the_model(kind):
+    model = tiny_model(**kind)
+    counts = count_parameters(model.config)
+    assert sum(counts.values()) == model.num_parameters()
+    layers = model.model.layers
+    assert counts["attention"] == sum(
+        p.numel() for layer in layers for p in layer.self_attn.parameters() if p.dim() > 1
+    )
+    asleep = sum(layer.mlp.experts.down_proj[2:].numel() * 3 for layer in layers) if kind.get("use_moe") else 0
+    assert count_active(model.config) == model.num_parameters() - asleep  # 2 of 4 experts, 3 matrices each
+    cache = DynamicCache(config=model.config)
+    model(torch.ones(1, 1, dtype=torch.long), cache=cache)
+    stored = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert cache_bytes(model.config, 4) == sum(tensor.nbytes for tensor in stored)
 
 
 def test_describe_counts_tied_parameters_once(tensors):

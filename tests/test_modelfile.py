@@ -90,7 +90,7 @@ def test_prompts_are_those_of_the_goldens(ollama, tmp_path):
             expected = expected.removesuffix("<|im_end|>\n")  # Ollama goes on with a reply that comes last
         assert prompt == expected, name
     assert result["thinking"] == ["<think>", "</think>"]
-    assert result["tool_call"] == "<tool_call>"
+    assert result["tool_call"] == "<tool_call>\n"
 
 
 @needs_go
@@ -145,22 +145,41 @@ def test_generation_settings_go_along(tmp_path):
     sampled = folder_with(tmp_path / "2", TOKENIZER, do_sample=True, temperature=0.85, repetition_penalty=1.05)
     lines, _ = modelfile_of(sampled, tmp_path / "sampled" / "a.gguf")
     expected = {"temperature": "0.85", "top_k": "50", "top_p": "1", "min_p": "0", "repeat_penalty": "1.05"}
+    expected["repeat_last_n"] = "-1"  # transformers looks back on all tokens
     written = dict(line.split()[1:] for line in lines if line.startswith("PARAMETER"))
     assert written == {"num_ctx": "256", **expected}
 
 
-@pytest.mark.parametrize("settings", [{"temperature": "0.5\nFROM other"}, {"top_k": [1]}, {"repetition_penalty": "x"}])
-def test_settings_that_are_no_numbers_are_refused(tmp_path, settings):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": "0.5\nFROM other"},
+        {"temperature": float("nan")},
+        {"temperature": 1e300},
+        {"temperature": -1},
+        {"top_p": float("-inf")},
+        {"top_p": 2},
+        {"top_k": [1]},
+        {"top_k": 0.5},
+        {"top_k": True},
+        {"repetition_penalty": "x"},
+        {"repetition_penalty": -1},
+        {"do_sample": "false"},
+    ],
+    ids=str,
+)
+def test_settings_that_ollama_cannot_take_are_refused(tmp_path, settings):
     folder = folder_with(tmp_path, TOKENIZER)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **settings}))
-    with pytest.raises(ConversionError, match="expected a number"):
+    with pytest.raises(ConversionError, match="expected"):
         to_gguf(folder, tmp_path / "out" / "a.gguf", modelfile=True, verify=False)
     assert not (tmp_path / "out").exists()
 
 
-def test_one_file_cannot_be_both(tmp_path):
-    with pytest.raises(ConversionError, match="name another file"):
-        to_gguf(folder_with(tmp_path, TOKENIZER), tmp_path / "out" / "Modelfile", modelfile=True)
+@pytest.mark.parametrize("name", ["Modelfile", "m.safetensors", "m.gguf "])
+def test_names_that_ollama_would_not_find_are_refused(tmp_path, name):
+    with pytest.raises(ConversionError, match=r"ends in \.gguf"):
+        to_gguf(folder_with(tmp_path, TOKENIZER), tmp_path / "out" / name, modelfile=True)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +187,10 @@ def test_one_file_cannot_be_both(tmp_path):
     [
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
         "{{ raise_exception('never') }}",
+        "{% if tools %}tools: {{ tools }}{% endif %}" + DEFAULT_SYSTEM,
+        DEFAULT_SYSTEM + "{% if enable_thinking %}<think>{% endif %}",
+        DEFAULT_SYSTEM.replace("You help.", "You\u3000help."),
+        DEFAULT_SYSTEM.replace("You help.", 'You """help""".'),
         DEFAULT_SYSTEM.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% endfor %}"),
     ],
 )
