@@ -4,12 +4,17 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 from conftest import ROOT
+from transformers import PreTrainedConfig
 from typer.testing import CliRunner
 
+from minimind_hf import MiniMindConfig
 from minimind_hf.cli import app
 
+INHERITED = {field.name for field in fields(PreTrainedConfig)} - MiniMindConfig.__annotations__.keys()
+OWN_FIELDS = [field for field in fields(MiniMindConfig) if field.name not in INHERITED]
 DOCUMENT = (ROOT / "docs" / "behaviours.md").read_text(encoding="utf-8")
 
 
@@ -41,3 +46,13 @@ def test_picture_is_what_the_command_draws(tmp_path):
     output = tmp_path / "trace.svg"
     assert CliRunner().invoke(app, ["trace", "--format", "svg", "--output", str(output)]).exit_code == 0
     assert output.read_text(encoding="utf-8") == (ROOT / "docs" / "trace.svg").read_text(encoding="utf-8")
+
+
+def test_config_page_is_that_of_the_fields():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)`", page, re.MULTILINE) == [field.name for field in OWN_FIELDS]
+    script = (
+        "import sys; sys.path.insert(0, 'docs'); from make_config_page import make_page; print(make_page(), end='')"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=120)
+    assert run.stdout == page, run.stderr
