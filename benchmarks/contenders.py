@@ -169,11 +169,11 @@ class Transformers(TorchContender):
         return self.model.generate(prompts, **options, **self.generation_options)
 
 
-def static_and_compiled(**options) -> dict:
-    """Arguments for `generate`: a cache of fixed size, and a forward compiled with these options of Inductor."""
+def static_and_compiled() -> dict:
+    """Arguments for `generate`: a cache of fixed size, and a forward compiled with the compiler's defaults."""
     from transformers import CompileConfig
 
-    compile_config = CompileConfig(dynamic=False, mode=None if options else "default", options=options or None)
+    compile_config = CompileConfig(dynamic=False, mode="default")
     compile_config._compile_all_devices = True  # on the CPU, too
     return {"cache_implementation": "static", "compile_config": compile_config, "disable_compile": False}
 
@@ -192,13 +192,9 @@ class MiniMind(Transformers):
     def generation_options(self):
         if not self.options.get("compiled"):
             return {}
-        try:
-            from minimind_hf.speed import fast_generation
-        except ImportError:
-            # Products with few rows are bound by memory: as sums of products, Inductor streams the weights.
-            decompose = {"cpu_max_other_dimension_decomposition": 65536}
-            return static_and_compiled(post_grad_fusion_options={"decompose_mm_pass": decompose})
-        return {"disable_compile": False, **fast_generation(self.model)}
+        from minimind_hf.speed import fast_generation
+
+        return fast_generation(self.model)
 
     def convert(self, source: str, destination: str):
         """Seconds to convert a .pth file to a folder, verified."""
@@ -244,7 +240,10 @@ class LlamaCpp(Contender):
         self.library = library
         self.say_nothing = library.llama_log_callback(lambda *_: None)  # a reference, which llama.cpp does not hold
         library.llama_log_set(self.say_nothing, None)
-        model = library.llama_model_load_from_file(self.path.encode(), library.llama_model_default_params())
+        parameters = library.llama_model_default_params()
+        if self.dtype == "int8":
+            parameters.use_extra_bufts = False  # repacked for AMX, q8_0 kills some builds
+        model = library.llama_model_load_from_file(self.path.encode(), parameters)
         if not model:
             raise ValueError(f"llama.cpp does not load {self.path}")
         self.contexts, self.greedy = {}, library.llama_sampler_init_greedy()

@@ -57,7 +57,7 @@ def test_wheel_holds_the_package_and_the_tiny_model(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert all(name.startswith("minimind_hf/") for name in names)
-    modules = {*SHIPPED, "__init__.py", "__main__.py", "chat.py", "cli.py", "serving.py", "vllm_plugin.py"}
+    modules = {*SHIPPED, "__init__.py", "__main__.py", "chat.py", "cli.py", "serving.py", "speed.py", "vllm_plugin.py"}
     assert {name.removeprefix("minimind_hf/") for name in names if name.count("/") == 1} == modules
     assert {f"minimind_hf/convert/{path.name}" for path in (ROOT / "convert").glob("*.py")} <= set(names)
     tiny = {f"minimind_hf/assets/minimind-tiny/{path.name}" for path in (ROOT / "assets" / "minimind-tiny").iterdir()}
