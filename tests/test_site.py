@@ -73,9 +73,10 @@ def test_page_that_converts(page, folder, capsys):
     run_blocks(page, capsys)
 
 
-def test_page_on_generation(folder, capsys):
+@pytest.mark.parametrize("page", ["docs/generate.md", "docs/speed.md"])
+def test_page_on_generation(page, folder, capsys):
     (folder / "my-minimind").symlink_to(TINY_MODEL)
-    run_blocks("docs/generate.md", capsys)
+    run_blocks(page, capsys)
 
 
 def test_page_on_fine_tuning(folder, capsys):

@@ -1,4 +1,4 @@
-"""`fast_generation`: the same tokens from the compiled model as from the plain one, and nothing where it cannot apply."""
+"""`fast_generation`: the tokens of the compiled model are the plain ones; nothing where it cannot apply."""
 
 import json
 import logging
